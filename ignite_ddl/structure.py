@@ -87,41 +87,69 @@ def check_graphs(x: Any, y: Any) -> None:
             )
 
 
-def check_rows(x: Any, y: Any) -> int:
+def check_rows(**parts: Any) -> int:
     """Checks that each tensor of a batch has a row for each sample, so that it can be cut into microbatches.
 
     Args:
-        x: the input: tensors and plain values in any structure.
-        y: the targets, likewise.
+        parts: the input and the targets, by name: tensors and plain values in any structure.
 
     Returns:
         int: the number of rows.
 
     Raises:
-        ValueError: if ``x`` or ``y`` has no tensor, or tensors have different numbers of rows or none.
+        ValueError: if one has no tensor, or tensors have different numbers of rows or none.
     """
-    shapes = {name: [tuple(t.shape) for t in flatten(part, name)[0]] for name, part in (("x", x), ("y", y))}
+    shapes = {name: [tuple(tensor.shape) for tensor in tensors_of(part)] for name, part in parts.items()}
     for name, found in shapes.items():
         if not found:
             raise ValueError(
                 f"{name} should hold a tensor with a row for each sample, by which a pipeline cuts microbatches, but "
-                f"given a {type(x if name == 'x' else y).__name__} without tensors"
+                f"given a {type(parts[name]).__name__} without tensors"
             )
     rows = {shape[0] if shape else None for found in shapes.values() for shape in found}
     if len(rows) > 1 or not rows.isdisjoint({0, None}):
-        x_shapes, y_shapes = ("; ".join(map(str, found)) for found in shapes.values())
+        given = " and ".join("; ".join(map(str, found)) for found in shapes.values())
         raise ValueError(
-            f"x and y should have a row for each sample, but have shapes {x_shapes} and {y_shapes}: under pp each "
-            "tensor is cut into microbatches by its first dim; make what all samples share a buffer of the model"
+            f"{' and '.join(parts)} should have a row for each sample, but given shapes {given}: under pp each "
+            "tensor is cut into microbatches by its first dim; make what all samples share a buffer of the model, "
+            "or give it to each sample, table.expand(len(x), *table.shape)"
         )
     return rows.pop()
 
 
+def check_no_lists(x: Any, n: int) -> None:
+    """Checks that no list has an entry for each of ``n`` samples: a schedule sends plain values once for a batch.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    leaves = tree_leaves(x, is_leaf=lambda leaf: _is_list_of_rows(leaf, n))
+    found = next((leaf for leaf in leaves if _is_list_of_rows(leaf, n)), None)
+    if found is not None:
+        raise ValueError(
+            f"x should hold tensors with a row for each sample, but holds a {type(found).__name__} of {n} values, such "
+            f"as {found[0]!r}: under pp tensors alone are cut into microbatches in training; give such values as a "
+            "tensor (numbers in place of words), and what all samples share as a tuple of numbers"
+        )
+
+
 def rows_of(tree: Any, first: int, end: int) -> Any:
-    """The rows ``first`` to ``end`` of each tensor; plain values as they are."""
+    """The rows ``first`` to ``end`` of each tensor, and of lists with a plain value for each; others as they are."""
     if isinstance(tree, torch.Tensor):
         return tree[first:end]
-    return map_leaves(lambda leaf: leaf[first:end] if isinstance(leaf, torch.Tensor) else leaf, tree)
+    n = n_rows(tree)
+
+    def has_rows(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) or _is_list_of_rows(leaf, n)
+
+    return map_leaves(lambda leaf: leaf[first:end] if has_rows(leaf) else leaf, tree, is_leaf=has_rows)
+
+
+def _is_list_of_rows(leaf: Any, n: int) -> bool:
+    """Whether this is a list of ``n`` values, or strings in a tuple, as torch's collate function makes; no tensors."""
+    if type(leaf) not in (list, tuple) or len(leaf) != n or tensors_of(leaf):
+        return False
+    return type(leaf) is list or all(isinstance(item, str | bytes) for item in leaf)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -201,7 +229,7 @@ def _names_in(record: Any) -> list[str]:
     return [name for name in names if hasattr(record, name)]
 
 
-def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
+def map_leaves(function: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
     """torch's ``tree_map``, which goes into dataclasses, too, whose ``__post_init__`` it does not run again."""
 
     def inside(*leaves: Any) -> Any:
@@ -210,10 +238,11 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         record = copy.copy(leaves[0])
         for name in _names_in(leaves[0]):
             # also of a frozen one
-            object.__setattr__(record, name, map_leaves(function, *(getattr(leaf, name) for leaf in leaves)))
+            of_name = (getattr(leaf, name) for leaf in leaves)
+            object.__setattr__(record, name, map_leaves(function, *of_name, is_leaf=is_leaf))
         return record
 
-    return tree_map(inside, *trees, is_leaf=_is_record)
+    return tree_map(inside, *trees, is_leaf=lambda one: _is_record(one) or is_leaf(one))
 
 
 def _leaves_of(tree: Any) -> Iterator[Any]:

@@ -26,7 +26,18 @@ from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.structure import check_graphs, check_joins, check_rows, detached, flatten, joined, n_rows, rows_of
+from ignite_ddl.structure import (
+    check_graphs,
+    check_joins,
+    check_no_lists,
+    check_rows,
+    detached,
+    flatten,
+    joined,
+    n_rows,
+    rows_of,
+    tensors_of,
+)
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
 _on_some_ranks_only = False
@@ -211,7 +222,8 @@ class PipelineStages:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
         self._check_call()
         check_graphs(x, y)
-        rows = check_rows(x, y)
+        rows = check_rows(x=x, y=y)
+        check_no_lists(x, rows)
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]))
         device, autocast = idist.device().type, autocast or contextlib.nullcontext()
@@ -272,6 +284,8 @@ class PipelineStages:
         self._share_buffers()
         with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
+            if checks and rows and tensors_of(x):
+                check_rows(x=x)
             fewer = int(checks)  # in the first microbatch, so that check_joins sees different numbers of rows
             n = self._common_count(min(self.cut.n_microbatches, max(1, rows - fewer)))
             ends = [0, *((rows * i - fewer) // n for i in range(1, n)), rows]

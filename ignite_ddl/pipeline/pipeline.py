@@ -27,7 +27,8 @@ class Pipeline(nn.Module):
 
     Parameters keep their names in the full model. A layer takes one value and returns one: a tensor, or tensors and
     plain values in tuples, lists and dicts, so that a mask or a skip connection travels along. Each tensor of the input
-    and of the targets has a row for each sample. A layer that works in place needs an attribute ``inplace``.
+    and of the targets has a row for each sample; lists of plain values that have one for each are cut in targets. A
+    layer that works in place needs an attribute ``inplace``.
 
     A schedule is set up for each shape of the input, by an extra forward pass of a microbatch, and the last 16 are
     kept: padding to many lengths takes time. The set-up depends on which stages have trainable weights: after freezing

@@ -875,7 +875,7 @@ def test_a_weight_that_a_split_backward_pass_cannot_do_is_explained():
 @on_each_rank(pp=2)
 def test_what_is_no_batch_is_refused_on_every_rank(local_rank):
     pipeline, x = ddl.auto_model(layers()), torch.ones(8, 4)
-    shapes = "x and y should have a row for each sample, but have shapes "
+    shapes = "x and y should have a row for each sample, but given shapes "
     no_tensor = "should hold a tensor with a row for each sample, by which .* but given a"
     for batch, said in (
         ((x, None), f"^y {no_tensor} NoneType without tensors"),
@@ -884,9 +884,37 @@ def test_what_is_no_batch_is_refused_on_every_rank(local_rank):
         (((x, x[0, 0]), x), shapes + r"\(8, 4\); \(\) and \(8, 4\)"),
         (({"a": x, "rows": {8}}, x), "^x should be made of tensors, .* since under pp .* but holds a set"),
         ((8, x), f"^x {no_tensor} int without tensors"),
+        (((x, tuple("abcdefgh")), x), "^x should hold .* but holds a tuple of 8 values, such as 'a': .* as a tensor"),
     ):
         with pytest.raises(ValueError, match=said):
             pipeline.train_step(*batch, summed)
+    for other in (x[:5], x[0, 0]):  # each of which a microbatch would get as a whole
+        with pytest.raises(ValueError, match=r"^x should .* given shapes \(8, 4\); .*give it to each sample"):
+            pipeline((x, other))
+
+
+class ByWords(nn.Linear):
+    def forward(self, given):
+        x, words, n = given
+        assert len(x) == len(words)
+        return super().forward(x) * torch.tensor([[len(word)] for word in words]) * n
+
+
+def of_lengths(output, given):
+    y, lengths, (of_each, _) = given
+    return sum((row[:n] - other[:n]).square().sum() for row, other, n in zip(output, y, lengths, strict=True)) / of_each
+
+
+@on_each_rank(pp=2)
+def test_lists_with_a_value_for_each_row_are_cut(local_rank):
+    """In targets, and in the input without training; a tuple of numbers is what all rows share."""
+    whole, x = layers().double(), torch.randn(4, 4, dtype=torch.float64)
+    pipeline = ddl.auto_model(copy.deepcopy(whole), n_microbatches=2)
+    assert gap(pipeline, whole, x, (x.tanh(), [1, 4, 2, 3], (2.0, 3.0)), of_lengths) < 1e-12
+    assert gap(pipeline, whole, x[:2], (x[:2].tanh(), [1, 4], (2.0, 3.0)), of_lengths) < 1e-12
+    whole = nn.Sequential(ByWords(4, 4), nn.Linear(4, 4)).double()
+    given = x, ("a", "bc", "def", "g"), 3
+    assert (ddl.auto_model(copy.deepcopy(whole))(given) - whole(given)).abs().max() < 1e-14
 
 
 def copies(local_rank):
