@@ -90,6 +90,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -140,19 +141,41 @@ def use_usual_strides(buffers: Iterable[torch.Tensor]) -> None:
 
 
 def forget_forward_pass(root: nn.Module) -> None:
-    """Lets FSDP2 begin anew after a forward pass that has failed, which leaves units as if they were still in it.
+    """Lets FSDP2 and DDP begin anew after a pass that has failed, which leaves them as if they were still in it.
 
-    They would not reduce gradients, and gather in another order than on other ranks; private, torch 2.11 to 2.15.
+    They would not reduce gradients, gather in another order than on other ranks, or compute with weights gathered
+    before. Gradients stay, as in one process; private, torch 2.11 to 2.15.
     """
     for module in root.modules():
+        if isinstance(module, DistributedDataParallel) and leaves_gradients(module):
+            UNREDUCED.add(root)
+            module.reducer._reset_state()
+            module.reducer._push_all_rebuilt_params()  # for new buckets: these are perhaps still being reduced
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._modules_to_run_forward.clear()
             for one in (state, *_fsdp_groups(module)):
                 one._training_state = TrainingState.IDLE
-            state._modules_to_run_forward.clear()
             for group in _fsdp_groups(module):
+                group.wait_for_unshard()  # of weights gathered ahead, the next pass's may be others
+                group._wait_for_post_backward()
                 group._post_forward_indices.clear()
                 vars(group.comm_ctx).get("post_forward_order", []).clear()  # none before the first pass
+            module.reshard()
+    if any(unreduced for _, unreduced in local_gradients(root).values()):
+        UNREDUCED.add(root)
+
+
+def is_left_in_a_pass(unit: FSDPModule, forward: bool) -> bool:
+    """Whether an error has ended a backward pass or, with ``forward``, a forward pass that has begun with this unit;
+    private, torch 2.11 to 2.15. In a backward pass, autograd may run the forward pass again, and ends it by an error.
+    """
+    state, in_backward = unit._get_fsdp_state(), torch._C._current_graph_task_id() != -1
+    context = state._state_ctx
+    is_left = context.post_backward_final_callback_queued or (forward and context.iter_forward_root is state)
+    return is_left and not in_backward
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

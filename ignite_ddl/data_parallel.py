@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_ddl.checks.guards import refuse_second_derivatives
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.compat import (
+    forget_forward_pass,
     gathered_parameters,
+    is_left_in_a_pass,
     keep_missing_gradients,
     replaced_parameter,
     replicate,
@@ -113,7 +115,9 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
         if isinstance(unit, FSDPModule):
             unit.register_forward_pre_hook(_refuse_replaced_weights, prepend=True)
             unit.register_forward_hook(_copy_weights, prepend=True)
+            unit.register_forward_hook(_forget_failed_pass, always_call=True)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
+    module.register_forward_pre_hook(_forget_failed_pass, prepend=True)  # of a backward pass by hand
     module.register_forward_pre_hook(_refuse_in_a_trial, prepend=True)  # before FSDP2 begins a pass
     if mesh.pp_size == 1:
         module.register_forward_hook(_reshard_outside_of_a_step)
@@ -125,6 +129,14 @@ def _reshard_outside_of_a_step(root: nn.Module, *_: Any) -> None:
     """
     if not (torch.is_grad_enabled() and _in_step.get()):
         reshard(root)
+
+
+def _forget_failed_pass(unit: nn.Module, _: Any, *output: Any) -> None:
+    """After a forward pass that an error has ended, which the script may catch, and before the one that follows such a
+    backward pass: FSDP2 does not see that they have ended.
+    """
+    if not torch.compiler.is_compiling() and is_left_in_a_pass(unit, forward=bool(output)):
+        forget_forward_pass(unit)
 
 
 def _copy_weights(unit: nn.Module, _: Any, output: Any) -> Any:
@@ -275,7 +287,12 @@ def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
                 if getattr(stage, "_keeps_gathered", False):  # until the optimizer steps
                     stage.set_reshard_after_backward(sync)
                     stage._holds_weights = not sync
-        yield
+        try:
+            yield
+        except BaseException:  # which the script may catch, and leave out this batch
+            for stage in stages:
+                forget_forward_pass(stage)
+            raise
 
 
 def reshard(root: nn.Module) -> None:

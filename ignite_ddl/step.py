@@ -148,7 +148,7 @@ class TrainingStep:
         self.models = [self.model, *contract.others, *models_before(x)]
         self.open, self.counted = not last, self.counted + total
         if last:
-            UNREDUCED.discard(self.model)
+            UNREDUCED.difference_update([self.model, *self.stages.local_stages()])
             self._finish(window, loss)
         return output, loss
 

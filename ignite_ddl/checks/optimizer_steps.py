@@ -21,8 +21,9 @@ from ignite_ddl.structure import local_tensor
 
 _IN_A_WINDOW = (
     "the optimizer steps in the middle of a window, last=False of ddl.forward_backward or the trainer's "
-    "gradient_accumulation_steps, whose gradients are not reduced over ranks: pass last=True before a step, or give "
-    "the trainer epochs of a multiple of gradient_accumulation_steps batches (epoch_length of its run)"
+    "gradient_accumulation_steps, or after a backward pass that has failed, whose gradients are not reduced over "
+    "ranks: pass last=True before a step, give the trainer epochs of a multiple of gradient_accumulation_steps batches "
+    "(epoch_length of its run), and call zero_grad after an error"
 )
 _is_watching = False
 

@@ -38,7 +38,7 @@ from ignite_ddl.checks.kept_state import (
 from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
-from ignite_ddl.data_parallel import buffers_apart, reshard
+from ignite_ddl.data_parallel import buffers_apart
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.structure import address_of, local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_stream, state_of
@@ -110,7 +110,6 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[S
             yield kept
         except Exception:  # which leaves weights of FSDP2 gathered, of which a step would not see the next values
             for stage in stages:
-                reshard(stage)
                 forget_forward_pass(stage)
             raise
 

@@ -212,3 +212,65 @@ def with_errors_that_are_caught(local_rank, **options):
 
 def test_a_forward_pass_whose_error_a_script_catches():
     assert_right(partial(with_errors_that_are_caught, tensor_plan={}), dp=2, tp=2)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise FloatingPointError
+
+
+class Failing(nn.Module):
+    place = None
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x).tanh()).tanh()
+        if self.place == "forward":
+            raise FloatingPointError
+        return self.layers[2](FailsInBackward.apply(x) if self.place == "backward" else x)
+
+
+@in_float64
+def without_batches_that_fail(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(Failing(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses, places = [], iter([None, "forward", "backward", "loss", None, None])
+
+    def loss_fn(output, target):
+        if Failing.place == "loss":
+            raise FloatingPointError
+        return F.mse_loss(output, target)
+
+    def update(engine, batch):
+        Failing.place = next(places)
+        try:
+            losses.append(ddl.forward_backward(engine, model, batch, batch**2, loss_fn)[1].item())
+            optimizer.step()
+        except FloatingPointError:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+        optimizer.zero_grad()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(torch.randn(24, 4), batch_size=4))
+    Failing.place = "forward"
+    with torch.no_grad(), pytest.raises(FloatingPointError):
+        model(torch.ones(2, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return losses, torch.cat([p.flatten() for p in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_batches_that_fail_and_that_a_script_leaves_out(shard):
+    assert_right(partial(without_batches_that_fail, shard=shard), dp=2)
