@@ -235,16 +235,30 @@ def empty_weights() -> Iterator[None]:
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # one on meta may be tied to another: the same object
-            on_meta = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            vars(on_meta).update(vars(parameter))
-            module._parameters[name] = on_meta
+        if parameter is None or parameter.is_meta:
+            return
+        try:
+            _swap(parameter, type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad))
+        except RuntimeError as error:
+            raise ValueError(
+                f"inside ddl.empty_weights(), {name!r} of a {type(module).__name__} should be registered before "
+                "anything computes with it and keeps the result, or refers to it weakly: register it first, or make "
+                "the model outside of ddl.empty_weights()"
+            ) from error
 
     nn.Module.register_parameter = register_empty
     try:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def _swap(parameter: nn.Parameter, made: nn.Parameter) -> None:
+    """Gives a parameter the values of one that was made for it: it stays the same object, with attributes and hooks."""
+    vars(made).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, made)
+    for hooks in "_backward_hooks", "_post_accumulate_grad_hooks":  # which autograd has left to the other
+        setattr(parameter, hooks, getattr(parameter, hooks))
 
 
 def materialize(model: nn.Module) -> None:
@@ -256,8 +270,9 @@ def materialize(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"model should be made inside ddl.empty_weights(), but its buffer {name!r} is on the meta device, too: "
-                'do not use torch.device("meta")'
+                f"model should have values in its buffers, but {name!r} is on the meta device: make the model inside "
+                'ddl.empty_weights() instead of torch.device("meta"), or outside of both if the buffer is computed '
+                "from weights, as spectral_norm's are"
             )
     for parameter in model.parameters():
         if parameter.is_meta:
@@ -265,9 +280,8 @@ def materialize(model: nn.Module) -> None:
             with torch.no_grad():
                 local_tensor(made).fill_(math.nan)
             made = nn.Parameter(made, requires_grad=parameter.requires_grad)
-            vars(made).update(vars(parameter))
-            setattr(made, _IS_NEW, True)
-            torch.utils.swap_tensors(parameter, made)
+            _swap(parameter, made)
+            setattr(parameter, _IS_NEW, True)
 
 
 def without_values(model: nn.Module) -> str | None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import time
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -294,5 +295,27 @@ def test_weights_that_were_not_loaded_are_noticed():
     assert math.isnan(forgetting(0, {}))
     with torch.device("meta"):
         model = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match=r"model should be made inside ddl.empty_weights\(\), but its buffer"):
+    with pytest.raises(ValueError, match="model should have values in its buffers, but 'running_mean' is on the meta"):
         ddl.auto_model(model)
+
+
+def test_a_weight_that_a_script_holds_stays_tied_and_keeps_its_hooks():
+    with ddl.empty_weights():
+        weight = nn.Parameter(torch.ones(3, 3))
+        weight.register_hook(torch.zeros_like)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        for layer in model:
+            layer.weight = weight
+        model[1].bias.register_hook(torch.zeros_like)
+        shape = nn.Parameter(torch.ones(2))
+        kept = weakref.ref(shape)
+        with pytest.raises(ValueError, match="'shape' of a Sequential should be registered before anything computes"):
+            model.shape = shape
+        del model.shape
+        assert kept() is shape
+    model = ddl.auto_model(model)
+    ddl.load_full_state_dict(model, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict())
+    assert model[0].weight is model[1].weight is weight
+    model(torch.ones(1, 3)).sum().backward()
+    assert not weight.grad.any()
+    assert not model[1].bias.grad.any()
