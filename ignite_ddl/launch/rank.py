@@ -23,9 +23,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import ignite.distributed as idist
 import torch
+from cloudpickle import cloudpickle
 
 from ignite_ddl.collectives import reduced
 from ignite_ddl.compat import address_for_ignite, set_nproc_per_node
@@ -119,6 +119,7 @@ def rank_main(
     try:
         _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         func, args, kwargs = cloudpickle.loads(payload)
+        _classes_of_parent.update(cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         # Longer than the run's timeout: the parent, which can show every rank's stack, should raise first.
         longest = job.group_timeout or (job.timeout and job.timeout + 60)
         limit = {"timeout": timedelta(seconds=longest)} if longest else {}
@@ -249,10 +250,23 @@ def _end_with_parent(
     threading.Thread(target=watch, name="ignite_ddl parent watch", daemon=True).start()
 
 
+_classes_of_parent: dict[type, str] = {}  # of its script or cells, by the names that cloudpickle gave them there
+
+
+def _class_of_parent(known: str) -> type:
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[known]
+
+
 class _ResultPickler(cloudpickle.Pickler):
-    """Moves tensors to the CPU: the parent may not have the rank's device, and should not initialise it."""
+    """Moves tensors to the CPU: the parent may not have the rank's device, and should not initialise it.
+
+    Sends the parent's classes by name: by value, cloudpickle would set their methods anew there, which would then see
+    a copy of the script's globals.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and (known := _classes_of_parent.get(obj)):
+            return _class_of_parent, (known,)
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             moved = obj.detach().cpu()
             if isinstance(obj, torch.nn.Parameter):
@@ -261,16 +275,20 @@ class _ResultPickler(cloudpickle.Pickler):
         return reduced(obj) or super().reducer_override(obj)
 
 
-def _pack_result(result: Any) -> bytes:
+def _packed(value: Any) -> bytes:
     file = io.BytesIO()
+    _ResultPickler(file).dump(value)
+    return file.getvalue()
+
+
+def _pack_result(result: Any) -> bytes:
     try:
-        _ResultPickler(file).dump({"result": result})
+        return _packed({"result": result})
     except BaseException as error:
         raise ValueError(
             f"the result ({type(result).__name__}) cannot be sent back: {error}. Return numbers, tensors "
             "(full_tensor() of a DTensor), or containers of them."
         ) from error
-    return file.getvalue()
 
 
 def _pack_error(error: BaseException) -> bytes:
@@ -284,5 +302,5 @@ def _pack_error(error: BaseException) -> bytes:
         "traceback": "".join(shown.format()),
     }
     with contextlib.suppress(BaseException):  # as bytes: not every pickled exception can be unpickled
-        message["exception"] = cloudpickle.dumps(error.with_traceback(None))
+        message["exception"] = _packed(error.with_traceback(None))
     return cloudpickle.dumps(message)

@@ -98,12 +98,39 @@ def test_tensors_and_large_results():
     assert isinstance(second["module"].weight, torch.nn.Parameter)
 
 
+CLASSES = """
+import enum
+unit = 1
+
+class Point(Exception):
+    total = 0
+
+    def seen(self):
+        return unit
+
+class Kind(enum.Enum):
+    ONE = 1
+
+    def seen(self):
+        return unit
+
+def make(rank, fails=False):
+    Point.total += 7
+    if fails:
+        raise Point(rank)
+    return Point(rank), Kind.ONE
+"""
+
+
 def test_class_of_this_session_keeps_its_identity():
-    source = "class Point:\n    def __init__(self, x):\n        self.x = x\ndef make(rank):\n    return Point(rank)\n"
     space = {"__name__": "__main__"}  # as in a cell
-    exec(source, space)
-    points = parallel(2).run(space["make"])
-    assert [type(point) is space["Point"] for point in points] == [True, True]
+    exec(CLASSES, space)
+    results = parallel(2).run(space["make"])
+    assert [type(point) is space["Point"] for point, _ in results] == [True, True]
+    assert [kind is space["Kind"].ONE for _, kind in results] == [True, True]
+    assert type(failing(space["make"], True).exception) is space["Point"]
+    space["unit"] = 2  # their methods are those of this session, too, and see its globals
+    assert (space["Point"]().seen(), space["Kind"].ONE.seen(), space["Point"].total) == (2, 2, 0)
 
 
 def test_environment_folder_and_threads(monkeypatch, tmp_path):
