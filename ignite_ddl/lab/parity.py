@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer as create_plain_trainer
@@ -46,7 +45,7 @@ from ignite_ddl.data import auto_dataloader
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
-from ignite_ddl.launch import Parallel, RankError
+from ignite_ddl.launch import Parallel, RankError, pickling
 from ignite_ddl.launch.parallel import _pack_function
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
@@ -245,7 +244,8 @@ def check_parity(
     warn_without_plan(plan, tp, stacklevel=4)
     plan = {} if plan is None else plan  # which neither check_model nor the ranks warn of again
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
-    _, (alone, _), _ = cloudpickle.loads(_pack_function(_on_a_rank, (job, ""), {}))  # the ranks get it as it is now
+    packed = _pack_function(_on_a_rank, (job, ""), {})
+    _, (alone, _), _ = pickling.loads_apart(packed)  # the ranks get it as it is now
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
         reference = _in_one_process(alone, lr, atol)
         job.rows = alone.rows

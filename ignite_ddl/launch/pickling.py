@@ -6,6 +6,7 @@ import dis
 import importlib
 import inspect
 import io
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -23,6 +24,22 @@ def dumps(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
+
+
+def loads_apart(data: bytes) -> Any:
+    """What ranks get, in the process that sends it: with classes of its own, since cloudpickle would set its own anew.
+
+    Their methods, and functions beside them, see the same copy of the script's globals.
+    """
+    return _Apart(io.BytesIO(data)).load()
+
+
+class _Apart(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if not name.startswith("_make_skeleton"):
+            return found
+        return lambda *args: found(*args[:-2], None, args[-1])  # without the name by which it would find the class
 
 
 class _Pickler(cloudpickle.Pickler):

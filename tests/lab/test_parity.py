@@ -216,13 +216,26 @@ class WarmsUp:
         return F.mse_loss(output, y) * min(1.0, self.calls / 3)
 
 
+CELL = """
+unit = 1.0
+
+class Scaled(torch.nn.Sequential):
+    def forward(self, x):
+        return unit * super().forward(x)
+"""
+
+
 def test_the_caller_s_own_model_and_criterion_stay_and_the_ranks_begin_with_them():
-    model, criterion = layers(), WarmsUp()
+    space = {"__name__": "__main__", "torch": torch}
+    exec(CELL, space)
+    model, criterion = space["Scaled"](layers()), WarmsUp()
     weights = [p.clone() for p in model.parameters()]
     report = ddl.check_parity(lambda: model, None, batch(), lambda output, y: criterion(output, y), dp=2)
     assert report.equal, report
     assert criterion.calls == 0
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+    space["unit"] = 0.0
+    assert not model(torch.ones(1, 4)).any()  # its class is the caller's, too, and sees the caller's globals
 
 
 class CountsLate(nn.Module):
