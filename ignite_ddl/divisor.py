@@ -1,7 +1,8 @@
 """The divisor of a loss, by which ranks and microbatches are weighted: known, declared, or checked.
 
 - *Known*: torch's classification losses and ``ddl.cross_entropy`` divide by the targets that count (``ignore_index``,
-  ``weight``), and every loss of torch with ``reduction="sum"`` has no divisor.
+  ``weight``), and every loss of torch with ``reduction="sum"`` has no divisor. Of other functions, and of modules with
+  hooks, the same is taken for declared.
 - *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor; its values for
   parts of the rows have to add up to that of all. ``"local"`` is the mean of what ranks and microbatches compute from
   their own rows, whatever that is: it is not compared with anything.
@@ -37,7 +38,8 @@ class Divisor:
         kind: "rows", "sum" (no divisor), or a function from targets to a number.
         certain: whether it is known or declared; else it is checked.
         pads: whether targets of a batch may be padding, which does not count: a function of them, or a bool.
-        declared: whether the user has declared it, so that it is compared where that is possible.
+        declared: whether the user has declared it, or named it by ``reduction="sum"``, so that it is compared where
+            that is possible.
         is_local: whether the mean of what ranks compute is meant.
     """
 
@@ -143,20 +145,25 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
         options = {**function.keywords, **options}
         function = function.func
     is_classification = function in _CLASSIFICATION_LOSSES
+    is_known = is_classification or getattr(F, getattr(function, "__name__", ""), None) is function
     if type(function).__module__ == nn.modules.loss.__name__:  # a subclass may compute something else
         names = ("ignore_index", "weight", "reduction")
         options = {name: getattr(function, name) for name in names if hasattr(function, name)}
         is_classification = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+        is_known = not (function._forward_hooks or function._forward_pre_hooks or "forward" in vars(function))
     ignore_index = options.get("ignore_index", IGNORED)
     pads: bool | Callable[[Any], bool] = is_classification
     if is_classification and ignore_index == IGNORED:
         pads = functools.partial(_has_ignored, ignore_index=IGNORED)
-    if options.get("reduction", "mean") == "sum":
-        return Divisor("sum", pads=pads)
+    of_old = [options[name] for name in ("size_average", "reduce") if is_known and options.get(name) is not None]
+    is_sum = not all(of_old) if of_old else options.get("reduction", "mean") == "sum"  # the old names have precedence
+    if is_sum:
+        return Divisor("sum", pads=pads, declared=not is_known)
     if not is_classification:
         return Divisor("rows", certain=False)
     weight = options.get("weight")
-    divisor = Divisor(functools.partial(_n_counted, ignore_index=ignore_index, weight=weight), pads=pads)
+    n_counted = functools.partial(_n_counted, ignore_index=ignore_index, weight=weight)
+    divisor = Divisor(n_counted, pads=pads, declared=not is_known)
     if callable(pads) and weight is None:
         divisor.pads = lambda y: _has_indices(y) and divisor.of(y) < y.numel()  # a GPU is read once for both
     return divisor

@@ -595,9 +595,11 @@ class LossContract:
         elif self.divisor.certain:
             advice = f"{_EACH_TERM}. {advice}"
         if self.divisor.certain:
+            is_sum = self.divisor.kind == "sum"
+            of_sums = ' (nothing if "sum", or reduction="sum"; "rows" is for a mean over rows)' if is_sum else ""
             return (
-                f"loss_divisor should be what the loss divides by, but the loss of {found.n} rows is {found.loss:.6g}, "
-                "and the losses of two parts of them, weighted by loss_divisor, add up to "
+                f"loss_divisor should be what the loss divides by{of_sums}, but the loss of {found.n} rows is "
+                f"{found.loss:.6g}, and the losses of two parts of them, weighted by loss_divisor, add up to "
                 f"{found.together:.6g}. {advice}"
             )
         return (
@@ -708,8 +710,8 @@ class LossContracts:
 
     def of(self, loss_fn: Callable, declared: str | Callable[[Any], Any] | None) -> LossContract:
         """The contract of a loss function, with what the user declared as its divisor."""
-        key, divisor = _key_of(loss_fn, declared), divisor_of(loss_fn, declared)
-        divisor.known = {}
+        divisor = divisor_of(loss_fn, declared)
+        key, divisor.known = (_key_of(loss_fn, declared), divisor.certain, divisor.declared), {}
         if key not in self.by_key:
             while len(self.by_key) >= _CONTRACTS_KEPT:
                 del self.by_key[next(iter(self.by_key))]

@@ -449,14 +449,18 @@ def at_least_one(output, y):
     return ((output - y).square() * (1 + counts)).sum() / counts.sum().clamp(min=1)
 
 
+def over_features(output, y, reduction):
+    return (output - y).square().sum(1).mean()
+
+
 WRONGLY = "loss_divisor should be what the loss divides by"
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("loss_fn", "divisor"),
-    [(negatives_of_the_batch, "rows"), (F.mse_loss, "sum")],
-    ids=["negatives", "a mean as a sum"],
+    [(negatives_of_the_batch, "rows"), (F.mse_loss, "sum"), (partial(over_features, reduction="sum"), None)],
+    ids=["negatives", "a mean as a sum", "a mean that calls itself a sum"],
 )
 def test_a_declared_divisor_that_does_not_hold_is_refused(loss_fn, divisor, axes):
     refused(partial(trained, loss_fn=loss_fn, divisor=divisor), WRONGLY, **axes)
@@ -1081,6 +1085,18 @@ def test_a_subclass_of_a_loss_of_torch_is_not_that_loss():
     of = partial(trained, loss_fn=Penalised(weight), data=(X, Y.argmax(1)))
     refused(of, NO_MEAN, dp=2)
     assert_right(partial(trained, loss_fn=Penalised(), data=(X, Y.argmax(1))), dp=2)
+
+
+def penalty(loss_fn, given, loss):
+    return loss + given[0].square().mean()
+
+
+def test_a_loss_of_torch_with_a_hook_is_compared_and_old_names_of_sums_are_known():
+    hooked = nn.CrossEntropyLoss(torch.arange(1.0, 8.0, dtype=torch.float64))
+    hooked.register_forward_hook(penalty)
+    refused(partial(trained, loss_fn=hooked, data=(X, Y.argmax(1))), WRONGLY, dp=2)
+    summed = partial(F.cross_entropy, size_average=False)
+    assert_right(partial(trained, loss_fn=summed, data=(X, Y.argmax(1))), dp=2)
 
 
 # --- batches whose rows are not those that the loader dealt
