@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
-from ignite_ddl.structure import n_rows, n_samples, tensors_of
+from ignite_ddl.structure import n_rows, n_samples, tensors_of, tensors_of_rows
 from ignite_ddl.tensor.loss import cross_entropy
 
 DIVISOR = Fits(
@@ -92,7 +92,18 @@ class Divisor:
             return self.of(y)
         if rows is None:
             return float(n_samples(x, y))
-        return float(rows[0] if self.certain else _count_rows(rows[0], x, y, strict))
+        if self.is_local:
+            return float(rows[0])
+        return float(_rows_left(rows[0], x, y) if self.certain else _count_rows(rows[0], x, y, strict))
+
+
+def _rows_left(loader_rows: int, x: Any, y: Any) -> int:
+    """The rows of a batch: as many as the loader has read, or the other length of all tensors, if not that of dim 0
+    beside rows in dim 1.
+    """
+    tensors = [[t for t in tensors_of_rows(part, loader_rows) if t.ndim] for part in (x, y)]
+    lengths, in_dim_1 = {len(t) for t in sum(tensors, [])}, [t.shape[1:2] == (loader_rows,) for t in sum(tensors, [])]
+    return lengths.pop() if tensors[0] and len(lengths) == 1 and not all(in_dim_1) else loader_rows
 
 
 def _count_rows(loader_rows: int, x: Any, y: Any, strict: bool) -> int:

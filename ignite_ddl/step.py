@@ -185,7 +185,7 @@ class TrainingStep:
         if self.local is not None:
             return self._weight_in_round(local_divisor, contract.counted, window), 1.0
         n_global = None if rows is None else rows[1]
-        by_rows = contract.divisor.kind == "rows" and n_global is not None and (window or contract.divisor.certain)
+        by_rows = contract.divisor.kind == "rows" and n_global is not None and (window or contract.is_local)
         total = float(n_global * self.mesh.cp_size) if by_rows else None
         if total is None and (window is None or not contract.density):
             total = self._sum_over_dp(contract.counted)
