@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.checks.loss_graph import dependencies
-from ignite_ddl.checks.traceless import WatchForSums
+from ignite_ddl.checks.traceless import WatchForSums, as_real
 from ignite_ddl.compat import newest_node
 from ignite_ddl.gather import giving_no_rows
 from ignite_ddl.loss_contract import LossContract
@@ -134,4 +134,5 @@ def _loss_of_nothing(output: Any) -> torch.Tensor:
             "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
             "output, and compute the loss in loss_fn"
         )
-    return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
+    # masks of -inf, or of the least number, whose sum is -inf, would make it NaN
+    return sum((as_real(tensor).nan_to_num(0.0, 0.0, 0.0) * 0.0).sum() for tensor in tensors or tensors_of(output))

@@ -1,6 +1,7 @@
 """What a loss divides by: known, declared, or checked until it is certain, for each loss and each model."""
 
 import itertools
+import math
 import random
 import warnings
 from dataclasses import dataclass
@@ -242,6 +243,20 @@ def test_what_the_model_computes_of_a_loss_has_to_be_declared():
 
     refused(partial(judged, divisor=None), "uses a number without rows", dp=2)
     assert_right(partial(judged, divisor=lambda y: (y != 0).sum()), dp=2)
+
+
+class Masking(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.arange(7) > 4, -math.inf)
+
+
+def masking():
+    return nn.Sequential(nn.Linear(6, 8), Masking(8, 7))
+
+
+def test_a_mask_in_the_output_where_nothing_counts():
+    ignoring = torch.where(torch.arange(22) % 6 < 3, -100, Y[:, :4].argmax(1))
+    assert_right(partial(trained, make=masking, loss_fn=F.cross_entropy, data=(X, ignoring)), dp=2)
 
 
 def test_a_rank_whose_targets_all_are_padding():
