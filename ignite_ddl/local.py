@@ -308,8 +308,9 @@ def _tensors_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, 
     return {
         f"{key}.{part}.{names[id(p)]}": local_tensor(value.detach())
         for p, state in optimizer.state.items()
+        if id(p) in names
         for part, value in state.items()
-        if id(p) in names and isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor)
     }
 
 

@@ -327,6 +327,8 @@ def apply(plan: Plan) -> None:
             optimizer.state.pop(parameter, None)
             if state := plan.states[key].get(parameter):
                 optimizer.state[parameter] = state
+        of_none = plan.folder.content["optimizers"][key].get("of_none", {"dict": []})  # not in earlier versions
+        optimizer.state.update(decoded(of_none))
     _apply_runs(plan)
     _apply_resettable(plan)  # random states after all that may draw
     if plan.kinds.engines:

@@ -16,7 +16,7 @@ from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.per_rank import add_tensors, capture_gradients
 from ignite_ddl.checkpoint.resume import capture_runs
-from ignite_ddl.checkpoint.values import encoded, plain_state
+from ignite_ddl.checkpoint.values import decoded, encoded, plain_state
 from ignite_ddl.checks.replicas import check_replicas
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -130,7 +130,22 @@ def _capture_optimizer(
                     shards.setdefault(f"{key}.{name}.{part}", shard_of(value, parameter))
                 else:
                     state["values"][part] = encoded(value, f"{key}: {part} of {name}")
-    return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
+    _check_own_state(key, optimizer)
+    of_none = {part: value for part, value in optimizer.state.items() if not isinstance(part, torch.Tensor)}
+    return {"kind": type(optimizer).__name__, "groups": groups, "states": states, "of_none": encoded(of_none, key)}
+
+
+def _check_own_state(key: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError where an optimizer's own ``state_dict`` has more than is saved by parameter."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    more = [part for part in optimizer.state_dict() if part not in ("state", "param_groups")]
+    if more:
+        raise ValueError(
+            f"to_save[{key!r}] is a {type(optimizer).__name__}, whose own state_dict() has {more[0]!r} besides, which "
+            "would be lost: what is saved for any mesh is what an optimizer has in its state and param_groups. Keep "
+            f"numbers there (self.state[{more[0]!r}]), and tensors in the state of their parameters"
+        )
 
 
 def groups_by_name(
@@ -211,6 +226,12 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
                 f"of group {i} differ between stages: make all groups on every rank, an empty one where a rank has "
                 "none of its parameters"
             )
+    for other in optimizers:
+        if not _same(other["of_none"], optimizers[0]["of_none"]):
+            raise ValueError(
+                f"to_save[{key!r}] should have the same on every rank in its state of no parameter, but has "
+                f"{decoded(optimizers[0]['of_none'])} and {decoded(other['of_none'])}"
+            )
     groups = [
         {
             "names": _without_duplicates(group["names"] for group in of_ranks),
@@ -219,7 +240,7 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
         for of_ranks in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)
     ]
     states = {name: state for optimizer in optimizers for name, state in optimizer["states"].items()}
-    return {"kind": optimizers[0]["kind"], "groups": groups, "states": states}
+    return {**optimizers[0], "groups": groups, "states": states}
 
 
 def _merge_objects(states: list[Any]) -> dict[str, Any]:

@@ -520,6 +520,39 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
         assert loaded["optimizer"].param_groups[0]["decoupled_weight_decay"] == (make is torch.optim.AdamW)
 
 
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class CountingByItself(Counting):
+    def state_dict(self):
+        return super().state_dict() | {"n": 1}
+
+
+def test_what_an_optimizer_keeps_of_no_parameter(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters())
+    optimizer.step()
+    ddl.Checkpoint({"model": model, "optimizer": optimizer}, tmp_path).save("x")
+    loaded = Counting(model.parameters())
+    ddl.Checkpoint.load_objects({"model": model, "optimizer": loaded}, tmp_path / "x")
+    assert loaded.state == optimizer.state
+    own = CountingByItself(model.parameters())
+    with pytest.raises(ValueError, match=r"own state_dict\(\) has 'n' besides, which would be lost"):
+        ddl.Checkpoint({"model": model, "optimizer": own}, tmp_path).save("y")
+
+
+@on_each_rank(dp=2)
+def test_what_an_optimizer_keeps_of_no_parameter_is_the_same_on_all_ranks(rank, tmp_path):
+    model = ddl.auto_model(nn.Linear(3, 2))
+    optimizer = ddl.auto_optim(Counting(model.parameters()))
+    optimizer.state["steps"] = rank
+    with pytest.raises(ValueError, match="should have the same on every rank in its state of no parameter"):
+        ddl.Checkpoint({"model": model, "optimizer": optimizer}, tmp_path).save("x")
+
+
 def test_the_newest_that_has_what_is_asked_for_is_loaded(tmp_path):
     run = Run()
     for name, things in (("last", run.things()), ("best", {"model": run.model})):
