@@ -236,7 +236,7 @@ class Audit:
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = hash((self.modules.digest(), self.had_gradients)) % 2**20
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
-        steps = float(updates > 0), float(updates), float(updates**2)
+        steps = float(updates > 0), float(updates % 2**20), float((updates % 2**20) ** 2)
         return [*shapes, *steps, 1.0, float(order), float(order**2), *digests]
 
     def end(self, x: Any, last: bool) -> None:
@@ -299,31 +299,29 @@ class Audit:
         """
         n, shapes, squares, pads, states, states_squared, *others = summed
         stepping, updates, squared, n_orders, orders, orders_squared, *digests = others
-        if n_orders * orders_squared != orders**2:
+        if not _are_equal(n_orders, orders, orders_squared):
             raise ValueError(
                 "ranks should list the same batches of an epoch, of which auto_dataloader gives each its rows, but do "
                 "not: draw a sampler's random numbers from torch (Python's and NumPy's differ from rank to "
                 "rank), and let it depend on nothing that does"
             )
-        if stepping * squared != updates**2:
+        if not _are_equal(stepping, updates, squared):
             raise ValueError(
                 "all ranks should step the model equally often, but some have skipped a step that others have made: "
                 "decide by a number that is the same on all ranks, such as the loss of ddl.forward_backward or what "
                 "ddl.clip_grad_norm_ returns, and not by this rank's part of the model, of its gradients or of the rows"
             )
-        if any(
-            self.mesh.dp_cp_size * square != digest**2
-            for digest, square in zip(digests[::2], digests[1::2], strict=True)
-        ):
+        of_stages = zip(digests[::2], digests[1::2], strict=True)
+        if not all(_are_equal(self.mesh.dp_cp_size, *of_stage) for of_stage in of_stages):
             raise ValueError(UNLIKE_MODULES)
-        if n * states_squared != states**2 and contract.state.depends_on_unlike_states():
+        if not _are_equal(n, states, states_squared) and contract.state.depends_on_unlike_states():
             raise ValueError(
                 "loss_fn keeps a state from call to call, on which its result depends, and which differs between dp "
                 "ranks, since it is computed from a rank's own rows: compute it from those of all ranks "
                 '(ddl.gather_rows in loss_fn, with loss_divisor="local"), or use a mesh of tp alone'
             )
         contract.padded = contract.padded or pads > 0
-        if n * squares != shapes**2 and not contract.padded:
+        if not _are_equal(n, shapes, squares) and not contract.padded:
             raise ValueError(
                 "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
                 "they differ (padded by each rank to another length?), so the number of targets that count is not "
@@ -350,6 +348,11 @@ class Audit:
             self.replicated_weights.check(self.model)
         if self.is_check_step:
             check_replicas(self.model)
+
+
+def _are_equal(n: float, total: float, squares: float) -> bool:
+    """Whether n integers are equal, of which these are the sum and that of their squares."""
+    return int(n) * int(squares) == int(total) ** 2  # which floats may not hold
 
 
 class _CallFlag:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.checks.loss_graph import dependencies
-from ignite_ddl.checks.traceless import WatchForSums, as_real
+from ignite_ddl.checks.traceless import as_real
 from ignite_ddl.compat import newest_node
 from ignite_ddl.gather import giving_no_rows
 from ignite_ddl.loss_contract import LossContract
@@ -41,7 +42,7 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
         since = newest_node()
         if contract.is_checking:
             contract.before_call(output, y)
-        watch = WatchForSums() if contract.is_checking and contract.is_local else contextlib.nullcontext()
+        watch = contract.watch() if contract.is_checking and contract.is_local else contextlib.nullcontext()
         with watch:
             loss = _loss(contract, output, y, empty)
         contract.communicates = contract.communicates or getattr(watch, "found_others", False)
@@ -75,15 +76,16 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
 
 
 def _loss_where_nothing_counts(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
-    if not empty:
-        contract.check_that_nothing_counts(output, y)
-    used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
-    with contextlib.suppress(Exception), giving_no_rows() if empty else contextlib.nullcontext([]) as gathered:
+    value, used = math.nan, list[torch.Tensor]()  # what the loss does not use gets no gradient, as on other ranks
+    without_rows = giving_no_rows() if empty else contextlib.nullcontext([])
+    with contextlib.suppress(Exception), without_rows as gathered, contract.watch() as watch:
         since = newest_node()
-        loss = contract.loss_fn(output, y)
+        loss = contract.loss_fn(output, y)  # once, as on other ranks: it may sum over ranks, or call a sharded model
         if gathered:  # the loss of others' rows, whose backward pass all ranks need
             return loss
+        value = math.nan if empty or watch.found else float(loss.detach())
         used = dependencies(loss, output, since)[0]  # the call changes its state, too
+    contract.check_that_nothing_counts(value)
     return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
 
 

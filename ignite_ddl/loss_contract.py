@@ -35,7 +35,7 @@ from ignite_ddl.checks.traceless import WatchForSums, address_of, evaluating, wi
 from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.checks.unlike_results import CURE, unlike_results
 from ignite_ddl.collectives import gathered_values, on_any_rank
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, gathers, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import IGNORED, Divisor, divisor_of
 from ignite_ddl.mesh import Mesh
@@ -135,6 +135,7 @@ class LossContract:
         self.addresses: set[int] = set()  # where tensors of the batch are
         self.is_local = divisor.is_local
         self.communicates = False  # whether it sums or gathers over ranks by itself
+        self.calls_sharded = False  # whether it reaches a model whose weights are gathered
         self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype, dims and NaN
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
         self.is_uneven = False  # whether dp ranks may have unlike numbers of them
@@ -163,7 +164,10 @@ class LossContract:
         self.may_pad = self.mesh.world_size > 1 and self.divisor.may_pad(y)  # before a GPU has work to wait for
         has_parts, asks = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0
         is_new = asks
-        if has_parts and not (self.divisor.certain or self.communicates):
+        if self.n_steps == 1:  # ranks call such a model equally often
+            held = [one for one in reached(self.loss_fn) if isinstance(one, nn.Module)]
+            self.calls_sharded = any(gathers(module) for one in held for module in one.modules())
+        if has_parts and not (self.divisor.certain or self.communicates or self.calls_sharded):
             for new, is_class in self._values(x, y):  # each of them has to be seen
                 is_new, asks = is_new or new, asks or new and is_class
         self.is_checking = has_parts and (is_new or self._has_to_be_checked())
@@ -433,7 +437,7 @@ class LossContract:
             nonlocal why
             try:
                 with evaluating(modules, all_of_them=False):
-                    found = self._added_up(loss_of, y, n)
+                    found = self._added_up(loss_of, y, n, by_passes=True)
             except Exception as error:
                 why = why or f"that fails: {first_line(error)}"
                 return None
@@ -531,14 +535,16 @@ class LossContract:
             raise ValueError(self._refusal(wrong, advice))
         return found
 
-    def _added_up(self, loss_of: Callable[[SomeRows], torch.Tensor], y: Any, n: int) -> _Sums | None:
+    def _added_up(
+        self, loss_of: Callable[[SomeRows], torch.Tensor], y: Any, n: int, by_passes: bool = False
+    ) -> _Sums | None:
         """The loss of n rows, and what those of parts of them add up to; None if it says nothing."""
         declared, edges = self.divisor.certain, {0, n}
         if n > 1:
             edges |= {max(1, n // 3)} if declared else {max(1, n // 4), 2 * n // 3}
         whole, *parts = (SomeRows(slice(*ends), n) for ends in ((0, n), *itertools.pairwise(sorted(edges))))
         try:
-            with self.state.trying(), WatchForSums() as watch:
+            with self.state.trying(), self.watch(by_passes) as watch:
                 first = loss_of(whole)
                 self.communicates = self.communicates or watch.found
                 if declared and watch.found:
@@ -549,7 +555,7 @@ class LossContract:
             if self.state.needs_graph or "does not require grad" not in str(error):
                 raise
             self.state.needs_graph = True
-            return self._added_up(loss_of, y, n)
+            return self._added_up(loss_of, y, n, by_passes)
         loss, values = float(first), losses[: len(parts)]
         shares = [self._share(rows, y) for rows in parts]
         share = max(torch.finfo(first.dtype).eps ** 0.5, ROUNDINGS * watch.coarsest)
@@ -559,6 +565,10 @@ class LossContract:
             return None
         together = sum(value * share for value, share in zip(values, shares, strict=True))
         return _Sums(n, loss, together, tolerance, max(values) - min(values) > tolerance)
+
+    def watch(self, by_passes: bool = False) -> WatchForSums:
+        """For calls of the loss function; ``by_passes`` if the model runs in them."""
+        return WatchForSums(every_way=self.mesh.tp_size == 1 and not (by_passes or self.calls_sharded))
 
     def _captures(self, n: int) -> tuple[bool, bool]:
         """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: not if some have the
@@ -617,17 +627,12 @@ class LossContract:
             f"what it divides by cannot be checked: {_DECLARE}"
         )
 
-    def check_that_nothing_counts(self, output: Any, y: Any) -> None:
+    def check_that_nothing_counts(self, loss: float) -> None:
         """Raises a ValueError if the loss of targets whose declared divisor is 0 is a number all the same.
 
         Such a part has no weight; a loss that divides by ``count.clamp(min=1)`` would lose it.
         """
-        if not self.divisor.declared or not self.n_steps:
-            return
-        loss = math.nan
-        with may_fail("losses of targets that do not count"), self.state.trying(), WatchForSums() as watch:
-            loss = float(self.state.call(output, y))
-        if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
+        if self.divisor.declared and self.n_steps and math.isfinite(loss) and abs(loss) > 1e-12:
             raise ValueError(
                 f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g}, so that these "
                 "rows would be left out: let it give 1 at least if the loss divides by that (max(1, count)); or let "

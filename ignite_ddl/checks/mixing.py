@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from ignite_ddl.checks.kept_state import holds_iterators, random_kept, reached, states_kept, versions
 from ignite_ddl.checks.traceless import WatchForSums, differ, weights_kept
-from ignite_ddl.checks.trying import may_fail
+from ignite_ddl.checks.trying import may_fail, without_peers
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
 from ignite_ddl.mesh import get_mesh
@@ -38,8 +38,9 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
     numbers.
 
     Rows may change places, and have several results. It is called six times, with copies, also for a single row; what
-    these calls change is restored. Nothing is found where it fails, sums over ranks, or reads an iterator, which would
-    go on, nor in a tensor that has another shape for other rows, or is as large for fewer of them: a table.
+    these calls change is restored. Nothing is found where it fails, sums over ranks, calls a model whose weights are
+    gathered, or reads an iterator, which would go on, nor in a tensor that has another shape for other rows, or is as
+    large for fewer of them: a table.
 
     Args:
         function: takes rows.
@@ -59,11 +60,11 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
     parts = slice(0, n_kept), slice(n - n_kept, n)  # the largest of all rows is replaced in one of them
     if holds_iterators(owners):
         return False, False
-    with may_fail("rows that meet"), torch.no_grad(), WatchForSums() as watch:
+    with may_fail("rows that meet"), torch.no_grad(), without_peers():
         (first, draws), (again, _) = (tried(noting, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
         others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
         same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
-        if watch.found or n < 2 or not same or rows_in_lists:
+        if n < 2 or not same or rows_in_lists:
             return False, draws
         pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
         meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}

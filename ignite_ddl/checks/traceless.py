@@ -383,6 +383,9 @@ GATHERS_ROWS = contextvars.ContextVar("inside of ddl.gather_rows", default=False
 class WatchForSums(TorchDispatchMode):
     """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not.
 
+    Args:
+        every_way: also by collectives that FSDP2 and DTensor use, of code without these. Default: False.
+
     Attributes:
         found: whether it does.
         found_others: whether it does so otherwise than by ``ddl.gather_rows``, for which ranks may have unlike rows.
@@ -394,8 +397,12 @@ class WatchForSums(TorchDispatchMode):
     found = found_others = False
     coarsest = 0.0
 
+    def __init__(self, every_way: bool = False) -> None:
+        super().__init__()
+        self.every_way = every_way
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default"):
+        if str(func) in _SUMS or self.every_way and "c10d" in func.namespace and str(func) not in _WAITS:
             self.found, self.found_others = True, self.found_others or not GATHERS_ROWS.get()
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and any(part in func.__name__ for part in _PRODUCTS):
@@ -405,6 +412,8 @@ class WatchForSums(TorchDispatchMode):
         return result
 
 
+_SUMS = "c10d.allreduce_.default", "c10d.allgather_.default"
+_WAITS = "c10d.barrier.default", "_c10d_functional.wait_tensor.default"
 _PRODUCTS = "mm", "mv", "dot", "conv", "linear", "attention", "rnn", "lstm", "gru"  # in names of torch's operators
 
 

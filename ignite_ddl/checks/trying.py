@@ -9,10 +9,13 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_ddl.arguments import first_line
+from ignite_ddl.data_parallel import without_calls_of_models
 
 RAISES = "IGNITE_DDL_RAISES"  # tests set this variable: what would be said is raised
 _OURS = str(Path(__file__).parents[1])
@@ -61,3 +64,19 @@ def _place_in_our_code(error: Exception) -> str | None:
         if is_installed or frame.filename.startswith(_MODULES) or not frame.filename.startswith(_LIBRARY):
             return None
     return None
+
+
+@contextlib.contextmanager
+def without_peers() -> Iterator[None]:
+    """Inside, code fails to which other ranks would have to answer, as they may not try it, or less often: a
+    collective, and a model whose weights are gathered.
+    """
+    with without_calls_of_models(), _RefusesCollectives():
+        yield
+
+
+class _RefusesCollectives(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("a collective that other ranks do not call")
+        return func(*args, **(kwargs or {}))

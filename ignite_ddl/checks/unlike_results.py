@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_ddl.checks.kept_state import Held, captured, holds_iterators, reached
 from ignite_ddl.checks.mixing import numbers, tried
 from ignite_ddl.checks.traceless import differ
-from ignite_ddl.checks.trying import may_fail
+from ignite_ddl.checks.trying import may_fail, without_peers
 from ignite_ddl.collectives import gathered_values
-from ignite_ddl.data_parallel import without_calls_of_models
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.structure import SomeRows, pickled, tensors_of, unpickled
 
@@ -53,7 +51,7 @@ def unlike_results(function: Callable[[Any], Any], rows: Any, n: int) -> bool:
     given = peers[0][1]
     if given is None or not all(may_try for may_try, _ in peers):
         return False
-    with may_fail("unlike results of ranks"), torch.no_grad(), without_calls_of_models(), _RefusesCollectives():
+    with may_fail("unlike results of ranks"), torch.no_grad(), without_peers():
         rows, *values = unpickled(part, given)
         with _replaced(of_batch, values):
             found, draws = tried(function, rows, owners)
@@ -72,10 +70,3 @@ def _replaced(variables: list[tuple[Held, str]], values: list[Any]) -> Iterator[
     finally:
         for (held, name), value in zip(variables, before, strict=True):
             held[name] = value
-
-
-class _RefusesCollectives(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError("a collective that other ranks do not call")
-        return func(*args, **(kwargs or {}))

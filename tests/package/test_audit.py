@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl.audit import Audit
 from ignite_ddl.checks import backward, modules_in_use
 from ignite_ddl.checks.backward import ROW_GRADIENTS_DEPEND, may_depend_in_training
 from ignite_ddl.checks.rows_alone import ROWS_DEPEND, rows_depend_on_each_other
@@ -2109,3 +2110,15 @@ def partly_float32(local_rank):
 def test_a_float32_part_of_a_float64_model_rounds_as_float32():
     alone = partly_float32(0)
     assert on(partly_float32, dp=2) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
+@pytest.mark.parametrize("n", [127, 776])
+def test_a_thousand_ranks_that_agree_are_known_to(n):
+    audit = types.SimpleNamespace(mesh=types.SimpleNamespace(dp_cp_size=n))
+    contract = types.SimpleNamespace(padded=False)
+    for number in map(float, range(2**20 - 64, 2**20)):
+        same = number, number**2
+        of_one = [1.0, *same, 0.0, 0.0, 0.0, 1.0, *same, 1.0, *same, *same]
+        Audit.compare(audit, [n * value for value in of_one], contract)
+    with pytest.raises(ValueError, match="ranks should list the same batches"):
+        Audit.compare(audit, [n * value + (i == 10) for i, value in enumerate(of_one)], contract)

@@ -88,6 +88,37 @@ def test_a_teacher_that_prepares_batches_follows_its_student(axes):
         assert found == pytest.approx(alone, rel=1e-12)
 
 
+def of_a_sharded_teacher(local_rank, place):
+    """Losses and outputs of uneven batches, whose last one has no row for a rank."""
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()  # noqa: E731
+    model, teacher = (ddl.auto_model(make(), shard=True) for _ in range(2))
+    teacher.requires_grad_(False)
+    rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loader = ddl.auto_dataloader(TensorDataset(rows, rows.flip(1)), batch_size=3)
+    optimizer, found = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)), []
+    if place == "output_transform":
+        distance = lambda x, y, output: (teacher(output) - teacher(x)).square().mean()  # noqa: E731
+        engine = ddl.create_supervised_evaluator(model, output_transform=distance)
+    else:
+        options = {
+            "prepare_batch": lambda batch, *_, **__: (batch[0], teacher(batch[1])),
+            "model_transform": lambda output: teacher(output),
+        }
+        given = {place: options[place]}
+        engine = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss, **given)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: found.append(engine.state.output))
+    engine.run(loader)
+    return found or int(engine.state.iteration)
+
+
+@pytest.mark.parametrize("place", ["prepare_batch", "model_transform", "output_transform"])
+def test_a_sharded_teacher_is_called_equally_often_by_ranks_with_unlike_rows(place):
+    alone = of_a_sharded_teacher(0, place)
+    for found in launch({"dp": 2}, of_a_sharded_teacher, place):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
 class ReturnsItsWeight(nn.Linear):
     def forward(self, x):
         return super().forward(x), self.weight

@@ -1733,3 +1733,55 @@ def trained_by_namespaces(local_rank):
 
 def test_an_output_may_be_an_object_where_nothing_counts():
     assert_right(trained_by_namespaces, dp=2)
+
+
+# --- calls of a loss that other ranks answer: as many on each
+
+
+def distilled(local_rank, late):
+    """A loss calls a sharded model; a target may be larger than all before, on one rank alone."""
+    torch.manual_seed(0)
+    model, teacher = (ddl.auto_model(mlp().double(), shard=True) for _ in range(2))
+    teacher.requires_grad_(False)
+    y = torch.rand(66, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y[4 * 15 + 3] = 5.0 if late else 0.5
+    features = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    trainer = trainer_of(model, lambda output, y: (teacher(output @ features) - teacher(y @ features)).square().mean())
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X.repeat(3, 1), y), batch_size=3))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_calls_a_sharded_model_is_tried_on_all_ranks_or_on_none(late):
+    assert_right(partial(distilled, late=late), dp=2)
+
+
+def by_frequency(output, y):
+    counts = y != 3
+    frequency = torch.bincount(y[counts], minlength=4).double()
+    frequency = idist.all_reduce(frequency) if dist.is_initialized() else frequency
+    of_rows = F.cross_entropy(output, y, reduction="none")[counts] / frequency[y[counts]].clamp(min=1)
+    return of_rows.sum() / max(1, int(counts.sum()))
+
+
+def test_a_loss_that_sums_over_ranks_is_called_once_where_nothing_counts():
+    y = torch.arange(22) % 3
+    y[9:12] = 3  # on one of two ranks
+    assert_right(partial(trained, loss_fn=by_frequency, data=(X, y), divisor=lambda y: (y != 3).sum()), dp=2)
+
+
+def centred_on_all_targets(output, y):
+    if dist.is_initialized():
+        of_all = y.new_empty(idist.get_world_size() * len(y), *y.shape[1:])
+        dist.all_gather_into_tensor(of_all, y.contiguous())
+        return (output - of_all.mean(0)).square().mean()
+    return (output - y.mean(0)).square().mean()
+
+
+def test_a_loss_that_gathers_by_any_collective_is_known_to():
+    even = {"loss_fn": centred_on_all_targets, "data": (X[:18], Y[:18])}
+    assert_right(partial(trained, **even, divisor="rows"), dp=2)
+    uneven = even | {"data": (X[:21], Y[:21]), "divisor": "local"}
+    refused(partial(trained, **uneven), "as many rows on each", dp=2)
