@@ -64,7 +64,7 @@ file                                    what it uses
 ``course/tpu.py``                       Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``throughput.py``                       ``torch.utils._pytree``; an Ignite engine's ``_dataloader_iter``
 ``checks/mixing.py``                    ``torch.utils._pytree``
-``checks/unlike_results.py``            torch's dispatch mode
+``checks/trying.py``                    torch's dispatch mode
 ``diagnose/calls.py``                   torch's flight recorder and its store, ``distributed_c10d._world``
 ``lab/parity.py``                       ``torch.utils._pytree``
 ======================================  ===============================================================
