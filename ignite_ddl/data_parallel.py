@@ -289,7 +289,7 @@ def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
                     stage._holds_weights = not sync
         try:
             yield
-        except BaseException:  # which the script may catch, and leave out this batch
+        except Exception:  # which the script may catch, and leave out this batch
             for stage in stages:
                 forget_forward_pass(stage)
             raise
