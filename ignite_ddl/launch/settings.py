@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _AT_IMPORT = torch.initial_seed()
 _LARGEST_USER_SEED = 2**32  # the seed that torch takes for itself has 64 random bits, those of users are smaller
@@ -19,6 +20,10 @@ def _set_deterministic(given: tuple[bool, bool]) -> None:
 
 def _set_anomaly(given: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(given[0], check_nan=given[1])
+
+
+def _set_next_hook(number: int) -> None:
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number)
 
 
 def _flag(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -37,6 +42,8 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     **{f"cudnn {name}": _flag(torch.backends.cudnn, name) for name in ("enabled", "deterministic", "benchmark")},
     "cudnn tf32": _flag(torch.backends.cudnn, "allow_tf32"),
+    # Else a hook that a rank registers could get the number of one that came with a model, and replace it.
+    "next hook": (lambda: RemovableHandle.next_id, _set_next_hook),
 }
 
 

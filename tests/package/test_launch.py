@@ -98,6 +98,44 @@ def test_tensors_and_large_results():
     assert isinstance(second["module"].weight, torch.nn.Parameter)
 
 
+def add_half(weight):
+    weight.grad += 0.5
+
+
+def test_tensors_keep_what_pickle_drops():
+    model, rows = torch.nn.Linear(2, 1), torch.zeros(4, dtype=torch.uint16)
+    torch.nn.init.ones_(model.weight)
+    state, middle, column = model.state_dict(), rows[1:3], model.weight.t()
+    handle = model.weight.register_hook(lambda gradient: 2 * gradient)
+    model.weight.register_hook(lambda gradient: 3 * gradient)
+    model.weight.register_post_accumulate_grad_hook(add_half)
+    model.register_forward_hook(lambda module, given, output: 10 * output)
+    model.bias.grad = torch.full((1,), 7.0)
+    computed, storage = model.bias + 0, rows.untyped_storage()
+
+    def work(rank):
+        gradients = []
+        for _ in range(2):  # with the hook and without
+            model.weight.grad = None
+            column.sum().backward()
+            gradients.append(model.weight.grad.tolist())
+            handle.remove()
+        rows.view(torch.int16)[:] = 9
+        new = model.register_forward_hook(lambda module, given, output: 0.5 * output)  # in addition
+        with torch.no_grad():
+            model.weight.fill_(4.0)
+            model.bias.zero_()
+            output = model(torch.ones(2)).item()
+        new.remove()
+        with pytest.raises(RuntimeError, match="computed before ddl.Parallel.run, and ranks have only its values"):
+            computed.sum().backward()
+        shared = state["weight"].tolist(), middle.tolist(), storage.tolist() == [9, 0] * 4
+        return gradients, shared, output, model.bias.grad.item(), computed.tolist() == [0.0]
+
+    computed.data.zero_()
+    assert parallel(1).run(work) == [([[[6.5, 6.5]], [[3.5, 3.5]]], ([[4.0, 4.0]], [9, 9], True), 40.0, 7.0, True)]
+
+
 CLASSES = """
 import enum
 unit = 1
