@@ -58,9 +58,8 @@ file                                    what it uses
 ``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher
 ``lab/timeline/timeline.py``            the order of an Ignite engine's handlers
 ``course/checks/ch14.py``               torch's dispatch mode
-``launch/pickling.py``                  tensors: ``_base``, ``_backward_hooks``, ``_post_accumulate_grad_hooks``, storages,
-                                        autograd's ``DelayedError``; also cloudpickle's ``_extract_code_globals`` and
-                                        ``_make_skeleton_class``, ``_make_skeleton_enum``
+``launch/pickling.py``                  storages; a Tensor's ``_base``, ``_backward_hooks`` and
+                                        ``_post_accumulate_grad_hooks``; autograd's ``DelayedError``
 ``course/machine.py``                   idist's ``_SerialModel``
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
 ``course/ranks.py``                     torch's dispatch mode

@@ -34,6 +34,9 @@ class _Interrupted(KeyboardInterrupt):
         return [f"KeyboardInterrupt: {self}"]  # called by IPython, as that of RankError
 
 
+_Interrupted.__name__ = "KeyboardInterrupt"  # which a notebook keeps
+
+
 def read_stack(path: Path) -> str:
     """The frames that faulthandler wrote, the most recent first, up to the user's function."""
     return _from_user(path.read_text(errors="replace") if path.exists() else "")
@@ -121,12 +124,11 @@ def _on_every_rank(stacks: dict[int | str, str], n_ranks: int) -> str:
 
 def interrupted(stacks: dict[int | str, str]) -> KeyboardInterrupt:
     """What Ctrl-C or a notebook's stop button raises, with one line per rank; in a terminal, these are printed."""
-    if not stacks:  # no rank has started
-        return KeyboardInterrupt()
     text = "\n".join(f"{label(rank)} was {_place(stack)}" for rank, stack in stacks.items())
     if _shell() is not None:
-        return _Interrupted(f"the ranks were stopped\n{text}")
-    print(text, file=sys.stderr, flush=True)
+        return _Interrupted(f"the ranks were stopped\n{text or 'none was in the function'}")
+    if text:
+        print(text, file=sys.stderr, flush=True)
     return KeyboardInterrupt()
 
 

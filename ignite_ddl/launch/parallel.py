@@ -36,7 +36,7 @@ from ignite_ddl.launch import pickling
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
-from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, no_main_module, run_folder
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, ensure_forkserver, run_folder
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
@@ -468,6 +468,7 @@ class Parallel:
                 os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
             _forget_parents_server()
             context.set_forkserver_preload(PRELOAD)
+            ensure_forkserver()
         return context
 
 
@@ -484,9 +485,7 @@ def _forget_parents_server() -> None:
 def start_forkserver() -> None:
     """Starts the process from which ranks are forked, as the first run would: its imports go on beside this process."""
     if "forkserver" in multiprocessing.get_all_start_methods():
-        with no_main_module():
-            Parallel()._context()
-            forkserver.ensure_running()
+        Parallel()._context()
 
 
 # The last one is what gloo says where another of the rank's operations has timed out, perhaps one in the background.

@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection, util
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,18 @@ def _socket_folder() -> str:
         config["tempdir"], config["ignite_ddl_pid"] = tempfile.mkdtemp(prefix="pymp-", dir=base), os.getpid()
         util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
     return config.get("tempdir") or ""
+
+
+def ensure_forkserver() -> None:
+    """Starts the process from which ranks are forked, if it does not run."""
+    _socket_folder()
+    resource_tracker.ensure_running()  # which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # there, too, until it has a group of its own
+    try:
+        with no_main_module():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

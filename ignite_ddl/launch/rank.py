@@ -195,6 +195,8 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
 
 def _redirect_output(job: Job, rank: int | str) -> None:
     """Sends the output of this process and its children, also from C++, to files that the parent reads."""
+    if not os.path.isdir(job.folder):  # the run was stopped while the forkserver was still importing
+        raise SystemExit
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         file = os.open(os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)

@@ -691,21 +691,29 @@ def test_two_nodes_on_one_machine():
 
 
 EARLY = """
-import os
+import concurrent.futures, glob, multiprocessing, os, signal, tempfile, time
 from multiprocessing import forkserver
 import ignite_ddl as ddl
 from ignite_ddl.launch.parallel import start_forkserver
 start_forkserver()
 pid = forkserver._forkserver._forkserver_pid
+signal.signal(signal.SIGINT, lambda *_: None)
+time.sleep(0.2)
+os.killpg(0, signal.SIGINT)  # a notebook's stop button, while the server imports
 with ddl.Parallel("gloo", nproc_per_node=2) as parallel:
     print(parallel.run(lambda rank: os.getppid()) == [pid, pid])
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as others:
+    print(others.submit(os.getpgrp).result() == os.getpgrp())  # ended with this group, as without ranks
+print(len(glob.glob(f"{tempfile.gettempdir()}/pymp-*")))
 """
 
 
 @posix
-def test_the_forkserver_may_be_started_before_the_first_run():
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True\n", done.stderr
+def test_the_forkserver_may_be_started_before_the_first_run(tmp_path):
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", EARLY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, start_new_session=True)
+    assert (done.stdout, done.stderr) == ("True\nTrue\n1\n", "")
 
 
 @pytest.mark.slow
