@@ -146,7 +146,9 @@ class EpochPlan:
         try:
             values = array("q", batch).tobytes()
         except (TypeError, OverflowError):  # keys that are not integers
-            values, self.rows = repr(batch).encode(), list(self.rows)
+            values = repr(batch).encode()
+            if isinstance(self.rows, array):
+                self.rows = list(self.rows)
         self.digest = zlib.crc32(values, zlib.crc32(self.sizes[-1:].tobytes(), self.digest))
         self.rows.extend(batch[start:end] or batch[:1])
 

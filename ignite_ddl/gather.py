@@ -18,6 +18,8 @@ from ignite_ddl.mesh import get_mesh
 
 # Of a rank without rows, which was lent one: what has been gathered.
 _without_rows: contextvars.ContextVar[list | None] = contextvars.ContextVar("gathered without rows", default=None)
+# Not empty until a loss function has returned.
+_loss_runs: contextvars.ContextVar[list] = contextvars.ContextVar("a loss function runs", default=[])  # noqa: B039
 
 
 @takes(rows=TENSOR)
@@ -91,17 +93,36 @@ def giving_no_rows() -> Iterator[list]:
         _without_rows.reset(token)
 
 
+@contextlib.contextmanager
+def inside_a_loss() -> Iterator[None]:
+    """Inside, a gradient is none of the step's backward pass."""
+    runs = [True]
+    token = _loss_runs.set(runs)
+    try:
+        yield
+    finally:
+        _loss_runs.reset(token)
+        runs.clear()
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         starts = list(itertools.accumulate(sizes, initial=0))
         ctx.group, ctx.own = group, slice(starts[rank], starts[rank + 1])
+        ctx.loss_runs = _loss_runs.get()
         padded = rows.new_zeros(max(sizes), *rows.shape[1:])
         padded[: len(rows)] = rows
         return torch.cat([part[:n] for part, n in zip(gathered(padded, group), sizes, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        if ctx.loss_runs or torch.is_grad_enabled():
+            raise ValueError(
+                "a loss function takes a gradient through ddl.gather_rows (torch.autograd.grad), where each rank would "
+                "get the sum over ranks: take it by what ddl.gather_rows returned, of which every rank has all rows, "
+                "or use a mesh without dp"
+            )
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)  # each rank has a loss of all rows
         return gradient[ctx.own], None, None, None

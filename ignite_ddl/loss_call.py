@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ignite_ddl.checks.loss_graph import dependencies
 from ignite_ddl.checks.traceless import as_real
 from ignite_ddl.compat import newest_node
-from ignite_ddl.gather import giving_no_rows
+from ignite_ddl.gather import giving_no_rows, inside_a_loss
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.structure import tensors_of
@@ -43,7 +43,7 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
         if contract.is_checking:
             contract.before_call(output, y)
         watch = contract.watch() if contract.is_checking and contract.is_local else contextlib.nullcontext()
-        with watch:
+        with watch, inside_a_loss():
             loss = _loss(contract, output, y, empty)
         contract.communicates = contract.communicates or getattr(watch, "found_others", False)
         if contract.is_checking:

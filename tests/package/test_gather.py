@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import in_float64, launch, refused
+from ranks import in_float64, launch, refused, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -50,6 +50,30 @@ def test_rows_of_any_type_are_gathered(dtype):
         return ddl.gather_rows(torch.full((1 + local_rank,), local_rank).to(dtype)).to(torch.complex64).tolist()
 
     assert launch({"dp": 2}, labels) == [[0, 1, 1]] * 2
+
+
+@in_float64
+def penalized(local_rank, by_gathered=True, create_graph=True):
+    def loss_fn(output, y):
+        features, others = ddl.gather_rows(output), ddl.gather_rows(y)
+        loss = F.mse_loss(features, others.roll(1, 0))
+        (by_rows,) = torch.autograd.grad(
+            loss, features if by_gathered else output, create_graph=create_graph, retain_graph=True
+        )
+        return loss + by_rows.pow(2).sum()
+
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Linear(3, 2))
+    trainer = trainer_of(model, loss_fn=loss_fn, loss_divisor="local")
+    data = TensorDataset(torch.randn(6, 3), torch.randn(6, 2))
+    return trainer.run(ddl.auto_dataloader(data, batch_size=3), max_epochs=2).output
+
+
+def test_a_gradient_inside_of_a_loss_is_taken_by_gathered_rows():
+    assert launch({"dp": 2}, penalized) == pytest.approx([penalized(0)] * 2, abs=1e-12)
+    for create_graph in True, False:
+        words = "takes a gradient through ddl.gather_rows"
+        refused(lambda local_rank, g=create_graph: penalized(local_rank, False, g), words, dp=2)
 
 
 def test_what_cannot_be_gathered_is_refused():
