@@ -58,38 +58,30 @@ def _meshes_of(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 def _guard_dtensors() -> None:
-    for name in (
-        "item",
-        "__float__",
-        "__int__",
-        "__bool__",
-        "__index__",
-        "__complex__",
-        "numpy",
-        "__array__",
-        "tolist",
-    ):
+    for name in ("numpy", "__array__", "tolist"):
         setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
     # What a layer that is cut over tp returns may not have arrived; torch pickles its memory as it is (private, 2.13).
     AsyncCollectiveTensor.__reduce_ex__ = lambda tensor, protocol: tensor.trigger_wait().__reduce_ex__(protocol)
     AsyncCollectiveTensor.__deepcopy__ = lambda tensor, memo: tensor.trigger_wait().__deepcopy__(memo)
-    for name in _IN_PLACE:
-        setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
-    for name in _SLICES:
-        setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
     for name in ("full_tensor", "to_local"):
         setattr(DTensor, name, _with_gradient_of_all(getattr(DTensor, name)))
-    DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
+    DTensor.__setitem__ = _explain_refusals(DTensor.__setitem__)
     DTensor.storage = _refuse_safetensors
     DTensor.data = property(_noting_aliases(torch.Tensor.data.__get__), _set_data)
     DTensor.detach = _noting_aliases(torch.Tensor.detach)
+    torch.utils.swap_tensors = _keeping_attributes(torch.utils.swap_tensors)
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
-    for name in _REFUSALS & set(dir(dispatcher)):
-        setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
-    drawn = [getattr(aten, name).default for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like")]
+    for guard, names in _GUARDED.items():
+        for name in names & set(dir(dispatcher)):
+            setattr(dispatcher, name, guard(getattr(dispatcher, name)))
     dispatcher._custom_op_handlers[aten._is_any_true.default] = _any_of_part
-    for operator in (*drawn, aten.bernoulli_.float, aten.randint_like.default, aten.randint_like.low_dtype):
+    dispatcher._custom_op_handlers[aten._local_scalar_dense.default] = _number_of
+    strided = aten.as_strided.default
+    dispatcher._custom_op_handlers[strided] = _explain_refusals(dispatcher._custom_op_handlers[strided])
+    drawn = [getattr(aten, name).default for name in _DRAWN]
+    drawn += [aten.bernoulli_.float, aten.randint_like.low_dtype, aten.eye.m_out, aten.eye.out, *_BY_VALUES]
+    for operator in drawn:
         known = dispatcher._custom_op_handlers.get(operator)
         dispatcher._custom_op_handlers[operator] = functools.partial(_draw_full, known)
 
@@ -143,41 +135,8 @@ def _group_each_kind(group: Callable, tensors: Sequence[Sequence[Any]], *args: A
     return found
 
 
-# Methods of DTensors' dispatcher that refuse operators (private, torch 2.13), and methods by which scripts set weights.
-_REFUSALS = {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"}
-_IN_PLACE = (
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "copy_",
-    "lerp_",
-    "fill_diagonal_",
-    "masked_fill_",
-    "index_fill_",
-    "index_copy_",
-    "scatter_",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__setitem__",
-    "zero_",
-    "fill_",
-    "normal_",
-    "uniform_",
-    "clamp_",
-    "clamp_min_",
-    "clamp_max_",
-    "neg_",
-    "pow_",
-    "sign_",
-    "addcmul_",
-    "addcdiv_",
-)
-_SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
 ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
-_COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
+_GATHERED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # memory of what slices of parts have gathered
 
 
 class PartError(ValueError):
@@ -224,45 +183,42 @@ def _mark_copies_of_parts(method: Callable) -> Callable:
     """Marks slices that are no views, as they are in one process, since they cross ranks."""
 
     @functools.wraps(method)
-    def marked(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        found = method(tensor, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return found
-        chosen = [i for arg in args for i in (arg if isinstance(arg, tuple) else (arg,))]
-        copies = any(isinstance(i, list | torch.Tensor) for i in chosen)  # in one process, too
-        if is_part(tensor) and not copies:
-            held = tensor._local_tensor.untyped_storage()._cdata
-            for piece in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(piece, DTensor) and piece._local_tensor.untyped_storage()._cdata != held:
-                    setattr(piece, _COPY_OF_A_PART, True)
+    def marked(operator: Any, args: tuple, *rest: Any) -> Any:
+        found = method(operator, args, *rest)
+        if operator.is_view and is_part(args[0]) and not torch.compiler.is_compiling():
+            held = args[0]._local_tensor.untyped_storage()._cdata
+            memory = [piece.untyped_storage() for piece in tree_leaves(found)]
+            _GATHERED.update(one for one in memory if one._cdata != held)
         return found
 
     return marked
 
 
 def _refuse_copies_of_parts(method: Callable) -> Callable:
-    """Refuses to change a slice that is no view: the weight would stay as it is."""
+    """Refuses to change a slice that is no view, or a view of it: the weight would stay as it is."""
 
     @functools.wraps(method)
-    def guarded(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(tensor, _COPY_OF_A_PART):
-            raise PartError(RuntimeError("a slice that crosses ranks is a copy, whose change the weight does not see"))
-        return method(tensor, *args, **kwargs)
+    def guarded(operator: Any, args: tuple, kwargs: Mapping[str, Any], *rest: Any) -> Any:
+        if _GATHERED:
+            schema = operator._schema.arguments
+            given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+            written = tree_leaves([given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write])
+            if any(isinstance(one, DTensor) and one._local_tensor.untyped_storage() in _GATHERED for one in written):
+                raise PartError(
+                    RuntimeError("a slice that crosses ranks is a copy, whose change the weight does not see")
+                )
+        return method(operator, args, kwargs, *rest)
 
     return guarded
 
 
-def _refuse_items_of_parts(method: Callable) -> Callable:
-    """Refuses ``p[i] = value`` where ``p[i]`` is no view: torch 2.15 would write to what it has gathered."""
-
-    @functools.wraps(method)
-    def guarded(tensor: DTensor, index: Any, value: Any) -> None:
-        if not any(isinstance(i, list | torch.Tensor) for i in (index if isinstance(index, tuple) else (index,))):
-            with torch.no_grad():
-                _refuse_copies_of_parts(lambda piece: None)(tensor[index])
-        method(tensor, index, value)
-
-    return guarded
+# Methods of DTensors' dispatcher (private, torch 2.13): those that refuse operators, that runs one on what it has
+# gathered, and that ends one that changes a tensor.
+_GUARDED = {
+    _explain_refusals: {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"},
+    _mark_copies_of_parts: {"_dispatch_get_local_results_slow_path"},
+    _refuse_copies_of_parts: {"_dispatch_fast_path_python_tail"},
+}
 
 
 def _with_gradient_of_all(method: Callable) -> Callable:
@@ -302,25 +258,31 @@ class _AveragedGradient(torch.autograd.Function):
         return gradient / ctx.group.size(), None
 
 
-_ALIASES = WeakIdKeyDictionary()  # of a weight to its p.data and p.detach() that are in use: weak references
-_ALIAS_OF = WeakIdKeyDictionary()  # of each of these to its weight: a weak reference
+_ALIAS_OF = WeakIdKeyDictionary()  # of each p.data and p.detach() that is in use to its weight
 
 
 def _noting_aliases(method: Callable) -> Callable:
     @functools.wraps(method, ("__name__", "__doc__"), ())
     def noting(tensor: DTensor, *args: Any) -> Any:
         found = method(tensor, *args)
-        if not torch.compiler.is_compiling() and isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
-            _note_alias(tensor, found)
+        made = torch.compiler.is_compiling() or sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        if not made and isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
+            _ALIAS_OF[found] = tensor  # torch swaps no weights of which there are weak references, as when types change
         return found
 
     return noting
 
 
-def _note_alias(weight: DTensor, alias: DTensor) -> None:
-    kept = [each for each in _ALIASES.get(weight, ()) if each() is not None]
-    _ALIASES[weight] = [*kept, weakref.ref(alias)]
-    _ALIAS_OF[alias] = weakref.ref(weight)
+def _keeping_attributes(swap: Callable) -> Callable:
+    """Lets a weight keep its attributes, such as the order of its rows, where a module changes its type or device."""
+
+    @functools.wraps(swap)
+    def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+        swap(one, other)
+        if isinstance(one, nn.Parameter) and _is_from_auto_model(one):
+            vars(one).update({name: value for name, value in vars(other).items() if name not in vars(one)})
+
+    return swapped
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
@@ -328,12 +290,17 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
 
     As in one process, what ``p.data`` gave before keeps its values, and ``value`` shares memory with the weight.
     """
-    same = value.shape == tensor.shape and value.dtype == tensor.dtype
-    if not _is_from_auto_model(tensor) or not same:
+    if not _is_from_auto_model(tensor):
         torch.Tensor.data.__set__(tensor, value)
         return
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ValueError(
+            f"p.data = value should keep the shape and the dtype of p, which is cut over ranks, {tuple(tensor.shape)} "
+            f"and {tensor.dtype}, but given {tuple(value.shape)} and {value.dtype}: change shapes and dtypes before "
+            "ddl.auto_model"
+        )
     is_weight = isinstance(value, nn.Parameter) and _is_from_auto_model(value)
-    owner = value if is_weight else _ALIAS_OF.get(value, lambda: None)()
+    owner = value if is_weight else _ALIAS_OF.get(value)
     if owner is tensor:
         return
     if owner is not None:
@@ -342,7 +309,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
             "cannot: copy it, p.data.copy_(q.data)"
         )
     with torch.no_grad():
-        for alias in [found for each in _ALIASES.pop(tensor, ()) if (found := each()) is not None]:
+        for alias in [alias for alias, weight in _ALIAS_OF.items() if weight is tensor]:
             alias._local_tensor = alias._local_tensor.clone()
             del _ALIAS_OF[alias]
         if not isinstance(value, DTensor):
@@ -358,7 +325,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         if value.placements == tensor.placements:
             value._local_tensor = tensor._local_tensor.detach()
-            _note_alias(tensor, value)
+            _ALIAS_OF[value] = tensor
 
 
 def _is_from_auto_model(value: Any) -> bool:
@@ -366,19 +333,36 @@ def _is_from_auto_model(value: Any) -> bool:
     return mesh is not None and mesh in _MESHES
 
 
+_DRAWN = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_DRAWN = (*_DRAWN, "rand_like", "randn_like", "randint_like")
+_BY_VALUES = {torch.ops.aten.bernoulli.default, torch.ops.aten.multinomial.default}
+
+
 def _draw_full(known: Callable | None, operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Draws a full tensor, of which each rank keeps its part: the numbers of one process with the same seed."""
-    tensor = args[0]
+    """Makes a full tensor, of which each rank keeps its part: the numbers of one process with the same seed."""
+    tensor = kwargs.get("out", args[0])
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    if tensor.device_mesh not in _MESHES:
+    if tensor.device_mesh not in _MESHES or operator in _BY_VALUES and not is_part(tensor):
         ours = handlers.pop(operator)
         try:
             return operator(*args, **kwargs) if known is None else known(operator, args, kwargs)
         finally:
             handlers[operator] = ours
-    full = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
+    if operator in _BY_VALUES:
+        raise PartError(RuntimeError(f"{operator} draws for each element, by its value"))
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    kwargs = {name: empty if value is tensor else value for name, value in kwargs.items()}
+    full = operator(*(empty if value is tensor else value for value in args), **kwargs)
+    order = getattr(_ALIAS_OF.get(tensor, tensor), ROW_ORDER, None)
+    full = full if order is None else full[order.to(full.device)]
     part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
     return tensor.copy_(part) if operator._schema.is_mutable else part
+
+
+def _number_of(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Refuses to read a number off a part, such as torch does for item(), bool(), or as an argument of a function."""
+    _refuse_parts(lambda tensor: None)(args[0])
+    return operator(args[0]._local_tensor)
 
 
 def _any_of_part(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
