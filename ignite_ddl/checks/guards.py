@@ -89,9 +89,10 @@ def check_layers(model: nn.Module, mesh: Mesh, plain: bool) -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Refuses a weight whose memory another tensor has, too, of the model or of objects that it uses: it would not
-    change with the weight.
+    change with the weight. Of a frozen weight, which a script may load or unfreeze, other weights alone.
     """
-    weights = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+    trained_first = sorted(model.named_parameters(), key=lambda named: not named[1].requires_grad)
+    weights = {id(p): (name, p) for name, p in trained_first}
     others = [*model.named_buffers(), *model.named_parameters()]
     for at, module in model.named_modules():
         kept = [(k, v) for k, v in vars(module).items() if k not in OF_EACH_MODULE]
@@ -108,7 +109,8 @@ def _check_memory(model: nn.Module) -> None:
             continue
         else:
             places = taken.setdefault(one.untyped_storage().data_ptr(), [])
-        with_weight = next((weight for weight, tensor in places if _overlap(tensor, one)), None)
+        places_here = [at for at in places if at[1].requires_grad or id(one) in weights]
+        with_weight = next((weight for weight, tensor in places_here if _overlap(tensor, one)), None)
         if with_weight is not None:
             raise ValueError(
                 f"{name!r} has the memory of {with_weight!r}, as a view of it, which ranks that cut, gather or copy "
@@ -254,7 +256,7 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
         guard_cut_model(model, part_of_each=mesh.tp_size * mesh.pp_size == 1)
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
-    live, steps = [(p, p._version) for p in after.values()], _steps
+    live, steps = [(p, _version(p)) for p in after.values()], _steps
     for name, old in replaced.items():
         if name in after:
             for attribute, value in vars(old).items():
@@ -279,6 +281,10 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def _version(parameter: nn.Parameter) -> int:
+    return 0 if parameter.is_inference() else parameter._version  # of torch.inference_mode, none is counted
+
+
 class _Replaced(nn.Parameter):
     """A parameter of the uncut model that a script has kept: nothing that is done with it reaches the model.
 
@@ -289,22 +295,30 @@ class _Replaced(nn.Parameter):
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         old = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
         name = function.__name__
-        views, writes = name in ("__get__", "detach"), name == "__set__" or name.endswith("_")
+        views, writes = name in ("__get__", "detach", "__getitem__"), name in ("__set__", "__setitem__")
+        writes = writes or (name in _IN_PLACE if name.endswith("__") else name.endswith("_"))
         writes = writes and any(type(leaf) is cls for leaf in tree_leaves(args[:1]))
         stays = old._elsewhere and not old._is_stale()
-        reads = views or not torch.is_grad_enabled()
-        if not (function in _LOOKS or old._elsewhere and (views or writes) or stays and reads):
-            raise old.error()
         with torch._C.DisableTorchFunctionSubclass():
+            reads = views or not (torch.is_grad_enabled() and old.requires_grad)
+            if not (function in _LOOKS or old._elsewhere and (views or writes) or stays and reads):
+                raise old.error()
             result = function(*args, **(kwargs or {}))
-            if views and not stays and isinstance(result, torch.Tensor):
-                result = result.as_subclass(cls)
+            kept = views and isinstance(result, torch.Tensor)
+            if kept and (not stays or result.untyped_storage()._cdata == old.untyped_storage()._cdata):
+                result = result.as_subclass(cls)  # perhaps it is read when weights have changed
                 vars(result).update(vars(old))
         return result
 
+    def __repr__(self) -> str:
+        if not self._elsewhere or self._is_stale():
+            return f"<{self.error()}>"
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().__repr__()
+
     def _is_stale(self) -> bool:
         live, steps = self._live
-        return steps != _steps or any(p._version != version for p, version in live)
+        return steps != _steps or any(_version(p) != version for p, version in live)
 
     def _copied(self) -> nn.Parameter:
         """As in a copy of the given net for a teacher, before the model has been trained."""
@@ -330,13 +344,14 @@ class _Replaced(nn.Parameter):
         )
 
 
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _LOOKS = {  # what a parameter is, which stays true
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta")),
     *(
         getattr(torch.Tensor, name)
         for name in ("numel", "nelement", "size", "dim", "stride", "element_size", "__len__")
     ),
-    *(getattr(torch.Tensor, name) for name in ("__repr__", "__hash__", "is_floating_point", "is_complex")),
+    *(getattr(torch.Tensor, name) for name in ("__hash__", "is_floating_point", "is_complex")),
     torch.Tensor.requires_grad.__get__,
 }
 
@@ -463,7 +478,8 @@ def refuse_plain_names(
     """Refuses a state dict of the plain model, of which ``strict=False`` would load nothing, silently."""
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     plain = model.module.state_dict().keys()
-    if any(name in plain for name in names) and not any(name.startswith("module.") for name in names):
+    own = {f"module.{name}" for name in plain}
+    if any(name in plain and name not in own for name in names) and not own.issubset(names):
         raise ValueError(
             f"state has the names of the plain model, such as {names[0]!r}, but those of DDP's state dict begin with "
             "'module.': call ddl.load_full_state_dict(model, state) on every rank, which is right on any mesh"

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from functools import partial
 
 import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -904,6 +905,17 @@ def test_a_plain_state_dict_is_not_loaded_into_ddp_by_its_names(local_rank):
     ddl.load_full_state_dict(model, plain.state_dict())
     assert torch.equal(model.module[0].weight, plain[0].weight)
     model.load_state_dict(copy.deepcopy(model).state_dict())
+    nested = ddl.auto_model(nn.Sequential(OrderedDict(module=nn.Linear(2, 2))))
+    with pytest.raises(ValueError, match="state has the names of the plain model"):
+        nested.load_state_dict(nested.module.state_dict(), strict=False)
+
+
+@on_each_rank(tp=2)
+def test_a_model_is_cut_in_inference_mode(local_rank):
+    with torch.inference_mode():
+        net = mlp()
+        right = net(X)
+        assert torch.allclose(ddl.auto_model(net, PLAN)(X), right)
 
 
 class Autoencoder(nn.Module):
@@ -986,6 +998,19 @@ def test_memory_of_weights_is_seen_wherever_a_model_has_it(place):
         check_layers(with_a_view(place), mesh_of(dp=2), plain=False)
 
 
+def test_frozen_weights_that_share_memory_are_refused():
+    model = mlp()
+    model.a, model.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    model.b.weight = nn.Parameter(model.a.weight.detach().t())
+    for layer in (model.a, model.b):
+        layer.requires_grad_(False)
+    with pytest.raises(ValueError, match="'b.weight' has the memory of 'a.weight', as a view of it"):
+        check_layers(model, mesh_of(dp=2), plain=False)
+    model.b = nn.Linear(8, 8)
+    model.cached = model.a.weight.t()  # of a frozen one
+    check_layers(model, mesh_of(dp=2), plain=False)
+
+
 def test_memory_that_weights_do_not_share():
     model, fused = mlp(), torch.randn(16, 16)
     model.a, model.b = (nn.Linear(8, 16) for _ in range(2))
@@ -1031,19 +1056,32 @@ def test_values_of_the_given_net_are_refused_once_a_stage_has_been_trained(local
     with torch.no_grad():
         assert net(x).equal(right)
         assert copy.deepcopy(net)(x).equal(right)
+    views = [p.detach() for p in net.parameters()] + [p.data[:1] for p in net.parameters()]
+    assert sum(float(view.norm()) for view in views) > 0
+    copies = [view.clone() for view in views]
     optimizer = ddl.auto_optim(torch.optim.SGD([p for k, p in model.named_parameters() if "bias" in k], lr=0.5))
     ddl.create_supervised_trainer(model, optimizer, F.mse_loss).run([(X, Y)])
+    assert sum(float(one.norm()) for one in copies) > 0
+    other = next(p for k, p in net.named_parameters() if k not in model.state_dict())
+    assert "as it was before ddl.auto_model" in repr(other)
     for use in (
         lambda: net(x),
         lambda: [torch.zeros_like(p).lerp_(p, 0.5) for p in net.parameters()],
         lambda: [p.data.norm() for p in net.parameters()],
         lambda: torch.save(net.state_dict(), io.BytesIO()),
         lambda: copy.deepcopy(net),
+        lambda: [view.norm() for view in views],
+        lambda: other.flatten()[0].item(),
+        lambda: other[0].sum().item(),
+        lambda: 1 - other,
+        lambda: f"{other}",
+        lambda: np.asarray(other.detach()),
     ):
         with pytest.raises(ValueError, match="as it was before .* ddl.full_state_dict"), torch.no_grad():
             use()
     for p in net.parameters():  # each rank writes to its own
-        p.data.fill_(local_rank)
+        p.data.fill_(9)
+        p.data[:] = local_rank
     assert {name: float(value.max()) for name, value in ddl.full_state_dict(model).items()} == {
         f"{i}.{kind}": i / 2 for i in (0, 2) for kind in ("weight", "bias")
     }
