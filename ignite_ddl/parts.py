@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,8 @@ def _guard_dtensors() -> None:
     AsyncCollectiveTensor.__deepcopy__ = lambda tensor, memo: tensor.trigger_wait().__deepcopy__(memo)
     for name in ("full_tensor", "to_local"):
         setattr(DTensor, name, _with_gradient_of_all(getattr(DTensor, name)))
-    DTensor.__setitem__ = _explain_refusals(DTensor.__setitem__)
+    for name in filter(_BY_SCRIPTS.fullmatch, dir(torch.Tensor)):
+        setattr(DTensor, name, _explain_refusals(getattr(DTensor, name)))
     DTensor.storage = _refuse_safetensors
     DTensor.data = property(_noting_aliases(torch.Tensor.data.__get__), _set_data)
     DTensor.detach = _noting_aliases(torch.Tensor.detach)
@@ -135,6 +137,8 @@ def _group_each_kind(group: Callable, tensors: Sequence[Sequence[Any]], *args: A
     return found
 
 
+# Methods by which scripts set weights, of which torch refuses plain tensors where nothing can be put before.
+_BY_SCRIPTS = re.compile(r"(?!requires_grad_)[a-z]\w*_|__(iadd|isub|imul|itruediv|setitem)__")
 ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
 _GATHERED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # memory of what slices of parts have gathered
 
