@@ -260,12 +260,15 @@ class PipelineStages:
     ) -> tuple[Any, torch.Tensor | None]:
         # By microbatch: whether a transform changes its argument in place, and what it makes then, or the argument.
         parts: list[tuple[bool, Any]] = []
+        losses: list[torch.Tensor] = []  # without the weight, which may be 0
 
         def weighted_loss(output: Any, target: Any) -> torch.Tensor:
             before, result = versions(output), transform(output)
             is_changed = versions(output) != before
             parts.append((is_changed, detached(result if is_changed else output)))
-            return loss_fn(result, target) * (share(target, y) * weight)
+            loss, of_batch = loss_fn(result, target), share(target, y)
+            losses.append(loss.detach() * of_batch)
+            return loss * (of_batch * weight)
 
         output, loss = self.train_step(x, y, weighted_loss, autocast)
         if loss is None:
@@ -274,7 +277,7 @@ class PipelineStages:
             output = joined([part if is_changed else transform(part) for is_changed, part in parts])
         else:
             output = transform(output)
-        return output, loss / weight if weight else loss
+        return output, torch.stack(losses).sum()
 
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:
         """Does nothing: the schedule has run it."""

@@ -893,6 +893,17 @@ def test_what_is_no_batch_is_refused_on_every_rank(local_rank):
             pipeline((x, other))
 
 
+@on_each_rank(pp=2)
+def test_a_loss_is_reported_that_has_no_weight(local_rank):
+    model, x = ddl.auto_model(layers()), torch.randn(4, 4)
+
+    def update(engine, batch):
+        return ddl.forward_backward(engine, model, batch, batch, nn.functional.mse_loss, scale=0.0)[1].item()
+
+    loss = ddl.MeshEngine(update).run(ddl.auto_dataloader(list(x), batch_size=4)).output
+    assert loss == pytest.approx(nn.functional.mse_loss(layers()(x), x).item())
+
+
 class ByWords(nn.Linear):
     def forward(self, given):
         x, words, n = given
