@@ -372,19 +372,28 @@ class LossContract:
         self.earlier_pairs = pairs if joins else []
         output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
         captures, may_be_constant = self._captures(n)
+        may_be_constant = may_be_constant and self.has_whole_rows  # else nothing was cut
 
         def sums(cuts_captured: bool) -> _Sums | None:
-            def loss_of(rows: SomeRows) -> torch.Tensor:
-                return self.state.call(
-                    rows.of(output), rows.of(y), rows if cuts_captured and self.has_whole_rows else None
-                )
+            def loss_of(rows: SomeRows, cuts: bool = cuts_captured and self.has_whole_rows) -> torch.Tensor:
+                return self.state.call(rows.of(output), rows.of(y), rows if cuts else None)
 
             try:
-                return self._added_up(loss_of, y, n)
-            except Exception as error:
-                if not self.is_split or cuts_captured and may_be_constant:
-                    return None
-                return self._cannot_compare(error, captures, len(tensors_of(output)) > 1)
+                found, error = self._added_up(loss_of, y, n), None
+            except Exception as raised:
+                found, error = None, raised
+            is_wrong = error is not None if found is None else found.differ
+            if captures and is_wrong and not (self.has_whole_rows or self.communicates):
+                cut = None  # to all captured rows a microbatch of one may be broadcast
+                with contextlib.suppress(Exception):
+                    cut = self._added_up(functools.partial(loss_of, cuts=True), y, n)
+                if cut is not None and not cut.differ:
+                    raise ValueError(f"loss_fn should compute with rows of a microbatch alone under pp. {_CAPTURES}")
+            if error is None:
+                return found
+            if not self.is_split or cuts_captured and may_be_constant:
+                return None
+            return self._cannot_compare(error, captures, len(tensors_of(output)) > 1)
 
         try:
             (found,) = self._checked(sums, may_be_constant)
@@ -574,7 +583,7 @@ class LossContract:
         """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: not if some have the
         memory of the batch's.
         """
-        found = captured(self.state.owners_and_models(), n) if self.has_whole_rows else []
+        found = captured(self.state.owners_and_models(), n) if self.mesh.cp_size == 1 else []
         of_batch = self.addresses.intersection(address_of(t) for held, name in found for t in tensors_of(held[name]))
         return bool(found), bool(found) and not of_batch
 

@@ -1090,6 +1090,21 @@ def test_rows_that_meet_beside_captured_ones_are_refused(divisor):
     refused(of_both, WRONGLY if divisor else NO_MEAN, dp=2)
 
 
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_captured_rows_are_refused_where_microbatches_of_one_row_are_broadcast_to_them(divisor):
+    def weighted(local_rank):
+        model = ddl.auto_model(mlp(), n_microbatches=4)
+
+        def update(engine, batch):
+            x, y, weights = batch
+            loss_fn = lambda o, y: ((o - y).square() * weights).mean()  # noqa: E731
+            ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor=divisor)
+
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y, X[:, :1].abs()), batch_size=4))
+
+    refused(weighted, "loss_fn should compute with rows of a microbatch alone .* with the targets, as y=", pp=2)
+
+
 class Penalised(nn.CrossEntropyLoss):
     def forward(self, output, y):
         return super().forward(output, y) + output.square().mean()
