@@ -23,7 +23,7 @@ MAX_NORM = number(above=0, most=math.inf)  # inf: computes the norm without clip
 
 
 def _are_parameters(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, list | tuple) and all(isinstance(one, torch.Tensor) for one in value)  # or none, under pp
 
 
 @takes(
