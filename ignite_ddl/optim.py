@@ -75,7 +75,8 @@ def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raises a ValueError if an option of an optimizer differs between ranks, such as a rate that a scheduler of rank 0
     alone has changed; every rank calls it.
 
-    Stages of a pipeline may have different options: they are compared if they were the same at the beginning.
+    Stages of a pipeline may have different options: groups are compared if they were the same at the beginning, and
+    unlike all others of the optimizer, such as one for each weight, whose numbers are other weights on each stage.
     """
     mesh = get_mesh()
     adapted = [each for each in optimizers if hasattr(each, _ADAPTED)]
@@ -85,7 +86,8 @@ def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for (at_first, mine), (others_at_first, others) in zip(peers[mesh.rank], peer, strict=False):
             for number, (one, other) in enumerate(zip(mine, others, strict=False)):
                 name = next((name for name in one if not _same(one[name], other.get(name, one[name]))), None)
-                if name is not None and (same_stage or _same(at_first, others_at_first)):
+                is_alone = at_first.count(next(iter(at_first[number:]), None)) == 1
+                if name is not None and (same_stage or is_alone and _same(at_first, others_at_first)):
                     raise ValueError(
                         f"the optimizer should have the same options on all ranks, but {name!r} of parameter group "
                         f"{number} is {one[name]} on rank {mesh.rank} and {other[name]} on rank {rank}: change it, as "

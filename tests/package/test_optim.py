@@ -1068,6 +1068,7 @@ def weights_by_name(local_rank, chosen="2"):
     trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, max_norm=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: ddl.clip_grad_norm_(model, 0.1, parameters=own))
     data = torch.utils.data.TensorDataset(X, Y)
     trainer.run(ddl.auto_dataloader(data, batch_size=5))
     return torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
@@ -1099,3 +1100,17 @@ def test_a_schedule_of_one_rank_is_refused(axes, shard):
     on(partial(with_a_schedule, everywhere=True, shard=shard), **axes)  # a stage may have rates of its own
     with pytest.raises(ValueError, match="the same options on all ranks, but 'lr' of parameter group 0 is"):
         on(partial(with_a_schedule, everywhere=False, shard=shard), **axes)
+
+
+def slower_at_first(local_rank):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    by_weight = [{"params": p} for p in model.parameters()]
+    trainer = ddl.create_supervised_trainer(model, optimizer := torch.optim.SGD(by_weight, lr=0.01), F.mse_loss)
+    ddl.auto_optim(optimizer)
+    for (name, _), group in zip(model.named_parameters(), optimizer.param_groups, strict=True):
+        group["lr"] *= 0.1 if name.startswith("0") else 1
+    trainer.run(ddl.auto_dataloader(TensorDataset(torch.ones(4, 4), torch.ones(4, 4)), batch_size=4))
+
+
+def test_groups_of_each_weight_have_rates_of_their_own_on_each_stage():
+    on(slower_at_first, pp=2)
