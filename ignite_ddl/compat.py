@@ -133,13 +133,16 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
 
 
 def use_usual_strides(buffers: Iterable[torch.Tensor]) -> None:
-    """Lets DDP broadcast buffers of a dim of size 1 with an unusual stride, as of a transposed table of positions.
+    """Lets DDP broadcast buffers of a dim of size 1 with an unusual stride, as of a transposed table of positions, and
+    those whose numbers share memory, as of ``expand``.
 
     DDP copies into what it takes for the same memory, and torch refuses that (2.11 to 2.15).
     """
-    for buffer in buffers:
-        if buffer.is_contiguous() and buffer.stride() != torch.empty(buffer.shape, device="meta").stride():
-            buffer.data = buffer.detach().flatten().view(buffer.shape)
+    for buffer in (one for one in buffers if one.layout is torch.strided):
+        reaches = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+        is_unusual = buffer.is_contiguous() and buffer.stride() != torch.empty(buffer.shape, device="meta").stride()
+        if is_unusual or reaches < buffer.numel():
+            buffer.data = buffer.detach().contiguous().flatten().view(buffer.shape)
 
 
 def forget_forward_pass(root: nn.Module) -> None:

@@ -174,7 +174,7 @@ def test_tensors_of_any_type_are_those_of_rank_0_over_dp(local_rank, options):
 
 @on_each_rank(dp=2)
 def test_models_that_once_failed(local_rank):
-    """Weights that are not contiguous, a child named module, a model on its own, a list of layers."""
+    """Weights that are not contiguous, a child named module, a model on its own, a list, an expanded buffer."""
     torch.manual_seed(0)
     weight = nn.Conv2d(2, 3, 3).weight.detach()
     torch.manual_seed(local_rank)
@@ -186,6 +186,9 @@ def test_models_that_once_failed(local_rank):
     model = ddl.auto_model(Listed(), shard=True)
     model(torch.ones(2, 6)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+    model = nn.Linear(2, 2)
+    model.register_buffer("shared", torch.tensor([0.5 + local_rank]).expand(4))
+    assert ddl.full_state_dict(ddl.auto_model(model))["shared"].tolist() == [0.5] * 4
 
 
 def test_serial_calls_return_their_argument():
