@@ -68,6 +68,8 @@ What is not found, and differs from one process without an error:
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
   pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages, and torch's norm
   of a parameter group of which a stage has one weight (``ddl.clip_grad_norm_`` is right);
+- the gradient of a leaf in the input, ``x.grad``, which is that of the loss times the number of dp ranks, by which
+  those of weights are divided later, and which under pp the rank with the first stage has alone;
 - a backward hook that computes something of all rows (keeps the largest gradients), but is linear in their size; with
   ``shard=True``, gradients of rows that depend on the other rows (scaled by ``x.numel()``); an ``autograd.Function``
   that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
