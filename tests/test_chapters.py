@@ -12,6 +12,7 @@ import functools
 import io
 import math
 import re
+import symtable
 import tokenize
 from pathlib import Path
 
@@ -32,6 +33,10 @@ UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
 EXERCISE = re.compile(r"^#{2,4} Exercise (\d+) · \S.* · \d+ minutes · (?:●○○|●●○|●●●)$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\(([\w./-]+\.ipynb)(?:#[^)]*)?\)")
 POINTS = r"\n\n((?:- .+\n?(?:  .+\n?)*)*)"
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+RUN_AGAIN = {"score", "exercise", "check", "solution"}
+# The page says that it gives these names another value further down, and a guess above is judged as before.
+OTHERWISE_BELOW = {"09": {"link"}, "10": {"line"}}
 NO_PROSE = (r"```.*?```", r"<!--.*?-->", r"\$\$.*?\$\$", r"`[^`]*`", r"\$[^$\n]+\$", r"!\[[^\]]*\]\([^)]*\)")
 
 
@@ -252,6 +257,76 @@ def judgement(index, record):
             yield "judgement", f"the mistake {value} of cell {index} is judged: {said}"
 
 
+def scopes(table):
+    return [table, *(scope for child in table.get_children() for scope in scopes(child))]
+
+
+class Names:
+    """The globals that a cell binds, those that it reads, and those that each of its functions and classes reads;
+    those that it reads other than by item, ``x`` and not ``x[0]``, and those in which it stores an item."""
+
+    def __init__(self, cell):
+        module = tree(cell)
+        top = symtable.symtable(ast.unparse(module), "cell", "exec")
+        symbols = [
+            symbol for scope in scopes(top) for symbol in scope.get_symbols() if scope is top or symbol.is_global()
+        ]
+        self.bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+        self.read = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+        self.by_function = {
+            child.get_name(): {
+                each.get_name() for scope in scopes(child) for each in scope.get_symbols() if each.is_global()
+            }
+            for child in top.get_children()
+        }
+        items = [node for node in ast.walk(module) if isinstance(node, ast.Subscript)]
+        inner = {
+            node for function in ast.walk(module) if isinstance(function, DEFINITIONS) for node in ast.walk(function)
+        }
+        of_items = {node.value for node in items}
+        self.whole = {node.id for node in ast.walk(module) if isinstance(node, ast.Name) and node not in of_items}
+        stores = [node for node in items if isinstance(node.ctx, ast.Store) and node not in inner]
+        self.stored = {node.value.id for node in stores if isinstance(node.value, ast.Name)}
+
+
+def one_meaning(chapter):
+    """A cell that asks, scores or checks finds what it has found when readers run it again, after the last one.
+
+    So no cell below it binds a name that it reads, itself or in a function that it calls, or adds an item to what it
+    reads as a whole; and of the cells above it that are run again at most one binds the name.
+    """
+    names = {index: Names(cell) for index, cell in enumerate(chapter.cells) if cell.cell_type == "code"}
+    binding = {
+        name: [index for index in names if name in names[index].bound] for cell in names.values() for name in cell.bound
+    }
+    again = [
+        index
+        for index, cell in enumerate(chapter.cells)
+        if index in names and (asked(cell) or score_calls(cell) or RUN_AGAIN & set(tools.tags(cell)))
+    ]
+    for index in again:
+        read, waiting = set(), sorted(names[index].read)
+        while waiting:
+            name = waiting.pop()
+            homes = [cell for cell in binding.get(name, ()) if cell <= index]
+            if name in read or not homes:
+                continue
+            read.add(name)
+            home = homes[-1]
+            waiting += sorted(names[home].by_function.get(name, ()))
+            others = [cell for cell in binding[name] if cell > index or (cell in again and cell != home)]
+            if name in names[index].whole:
+                others += [cell for cell in names if cell > index and name in names[cell].stored - names[cell].bound]
+            if others and home < index and name not in OTHERWISE_BELOW.get(chapter.path.name[:2], ()):
+                yield (
+                    "one_meaning",
+                    f"readers run cell {index} again, and it reads {name} of cell {home}, which cells {others} change: "
+                    "call it otherwise there",
+                )
+    for name in sorted(name for name, cells in binding.items() if name.startswith("guess_") and len(cells) > 1):
+        yield "one_meaning", f"cells {binding[name]} bind {name}, one should ask for it"
+
+
 def ending(chapter):
     for part in ("## What to remember\n", "## Sources\n", "**Next:** "):
         if not re.search(rf"^{re.escape(part)}", chapter.last, re.MULTILINE):
@@ -351,7 +426,7 @@ def the_file(chapter):
 
 def problems(notebook, path, paths):
     chapter = Chapter(notebook, path, paths)
-    parts = (opening, body, guesses, ending, exercises, figures, the_file)
+    parts = (opening, body, guesses, one_meaning, ending, exercises, figures, the_file)
     return [problem for part in parts for problem in part(chapter)]
 
 
@@ -493,6 +568,7 @@ BROKEN = {  # a rule, and a change that breaks it
     "guess_is_judged": code("guess_more = None\nscore(guess_more, rows)"),
     "given_away": code("guess_more = None  # 10 is right\nscore(guess_more, rows)", outputs=[scored("guess_more", 10)]),
     "judgement": code("score(guess_more, rows)", outputs=[scored("guess_more", 10, [[10, "Not ten."]])]),
+    "one_meaning": replace(-2, "tally()", "rows = [4, 2, 2, 2]\ntally()"),
     "tally": lambda notebook: notebook.cells.pop(-2),
     "asserts": everywhere("^assert (?!checks)", "test = "),
     "number_of_cells": code("print(1)", "parameters", times=30),
@@ -527,3 +603,25 @@ def test_each_rule_fails_on_a_copy_that_breaks_it():
         notebook = copy.deepcopy(good_chapter())
         change(notebook)
         assert rule in {name for name, _ in problems(notebook, PATHS[1], PATHS)}
+
+
+def below_a_function(notebook):
+    notebook.cells[4].source += "\n\n\ndef n_ranks():\n    return n\n\n\nn = 4"
+    notebook.cells[7].source += "\nassert n_ranks() == 4"
+    notebook.cells[-2].source = "n = 3\ntally()"
+
+
+CHANGED = {  # how a name gets another meaning
+    "in a cell below": replace(-2, "tally()", "for total in range(3):\n    pass\ntally()"),
+    "by an item": replace(-2, "tally()", "rows[0] = 4\ntally()"),
+    "below a cell whose function reads it": below_a_function,
+    "in a cell above that is run again": replace("score", "assert rows", "total = 0\nassert rows"),
+    "as a guess": replace(-2, "tally()", "guess_rows = 3\ntally()"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_name_that_changes_is_found(change):
+    notebook = copy.deepcopy(good_chapter())
+    change(notebook)
+    assert list(one_meaning(Chapter(notebook, PATHS[1], PATHS)))
