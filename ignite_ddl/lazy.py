@@ -274,6 +274,9 @@ def materialize(model: nn.Module) -> None:
                 'ddl.empty_weights() instead of torch.device("meta"), or outside of both if the buffer is computed '
                 "from weights, as spectral_norm's are"
             )
+    recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and any(p.is_meta for p in m.parameters())]
+    for module in recurrent:
+        module._flat_weight_refs = []  # weak references, with which torch swaps no parameter
     for parameter in model.parameters():
         if parameter.is_meta:
             made = torch.empty_like(parameter, device=idist.device())
@@ -282,6 +285,8 @@ def materialize(model: nn.Module) -> None:
             made = nn.Parameter(made, requires_grad=parameter.requires_grad)
             _swap(parameter, made)
             setattr(parameter, _IS_NEW, True)
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 def without_values(model: nn.Module) -> str | None:

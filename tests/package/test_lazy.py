@@ -319,3 +319,11 @@ def test_a_weight_that_a_script_holds_stays_tied_and_keeps_its_hooks():
     model(torch.ones(1, 3)).sum().backward()
     assert not weight.grad.any()
     assert not model[1].bias.grad.any()
+
+
+def test_a_recurrent_layer_is_made_without_weights():
+    with ddl.empty_weights():
+        model = nn.LSTM(2, 3)
+    model, plain, x = ddl.auto_model(model), nn.LSTM(2, 3), torch.randn(4, 1, 2)
+    ddl.load_full_state_dict(model, plain.state_dict())
+    assert torch.equal(model(x)[0], plain(x)[0])
