@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import types
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,6 +161,12 @@ def user_frame(frames: Sequence[Frame], otherwise: str = "in code that is not Py
     """The innermost frame of the user's code, else of all, the most recent first; without frames, ``otherwise``."""
     frames = [tuple(frame) for frame in frames] or [("", 0, otherwise.strip(" ()"))]
     return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
+
+
+def calls_of(found: types.TracebackType | None) -> str:
+    """The lines of the user's code in a traceback, such as "at Cell In[5], line 3, in <module>, at train.py:8 in f"."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(found)]
+    return ", ".join(f"at {place_of(frame)}" for frame in frames if not frame[0].startswith(_LIBRARIES))
 
 
 def place_of(frame: Frame) -> str:

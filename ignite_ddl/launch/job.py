@@ -54,7 +54,9 @@ class RankError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this. The launcher's own frames would not help the user.
-        return [f"RankError: {self}"]
+        from ignite_ddl.diagnose.stacks import calls_of
+
+        return [f"RankError: {self}\n\nThe run was started {calls_of(self.__traceback__)}"]
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Job:
     threads: int
     environ: dict[str, str]
     cwd: str
+    path: list[str]  # where modules are looked for
     modules: list[str]
     mesh_sizes: dict[str, int]
     start_method: str | None

@@ -443,6 +443,7 @@ class Parallel:
             threads=self.threads_per_rank or max(1, cores // (nproc + self.servers)),
             environ=environ,
             cwd=os.getcwd(),
+            path=_import_path(),
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
             start_method=None if chosen == default else chosen,  # whoever asks for the method fixes the default one
@@ -536,6 +537,12 @@ def _check_files(nproc: int, companions: int) -> None:
         )
 
 
+def _import_path() -> list[str]:
+    """That of this process; then where its relative entries, as a notebook's "", led to before the folder changed."""
+    before = multiprocessing.process.ORIGINAL_DIR or ""
+    return [*sys.path, *(os.path.join(before, entry) for entry in sys.path if not os.path.isabs(entry))]
+
+
 def _cell_sources() -> dict[str, list[str]]:
     """The source of notebook cells, which is in no file: ranks need it to show the lines of a traceback."""
     return {
@@ -550,10 +557,11 @@ def _pack_function(func: Callable, args: tuple, kwargs: dict) -> bytes:
         return pickling.dumps((func, args, kwargs))
     except Exception as error:
         unpicklable = _find_unpicklable(func, args, kwargs)
+        notebook = isinstance(error, pickling.NeedsNotebook)
+        cure = "" if notebook else ". Create it inside the function instead."
         raise ValueError(
-            f"func and its arguments should be picklable to reach the ranks, but {unpicklable} is not: {error}. "
-            "Create it inside the function instead."
-        ) from error
+            f"func and its arguments should be picklable to reach the ranks, but {unpicklable} is not: {error}{cure}"
+        ) from (None if notebook else error)
 
 
 def _find_unpicklable(func: Callable, args: tuple, kwargs: dict) -> str:

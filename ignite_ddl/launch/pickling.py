@@ -46,6 +46,10 @@ class _Apart(pickle.Unpickler):
         return lambda *args: found(*args[:-2], None, args[-1])  # without the name by which it would find the class
 
 
+class NeedsNotebook(ValueError):
+    """A function uses IPython's shell."""
+
+
 class _Pickler(cloudpickle.Pickler):
     """Keeps of tensors what pickle drops: the memory that they share, gradients and hooks; a graph becomes an error."""
 
@@ -64,6 +68,12 @@ class _Pickler(cloudpickle.Pickler):
         is_module = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if is_module and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
+        shell = sys.modules.get("IPython.core.interactiveshell")
+        if shell is not None and isinstance(obj, shell.InteractiveShell):
+            raise NeedsNotebook(
+                "it is a part of the notebook, which ranks do not have: leave magics (%, !), get_ipython, exit, quit "
+                "and __main__ out of the function"
+            )
         if isinstance(obj, types.FunctionType):
             used = cloudpickle.cloudpickle._extract_code_globals(obj.__code__)  # cached: what is added here is sent
             used.update(dict.fromkeys(_names_in_classes(obj.__code__)))

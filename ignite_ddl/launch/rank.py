@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import inspect
 import io
 import json
 import linecache
@@ -94,7 +95,12 @@ def run_here(
     run = _Run(send_to_parent)
     _runs.append(run)
     try:
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__.tb_next is None:  # the call itself
+                error.add_note("run calls func(local_rank, ...): its first argument is the local rank")
+            raise
         while run.waits:
             run.waits.pop(0)()
         return result
@@ -118,7 +124,11 @@ def rank_main(
     _end_with_parent(job.folder, release, released, os.path.join(job.folder, f"{rank}.calls"))
     try:
         _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
-        func, args, kwargs = cloudpickle.loads(payload)
+        try:
+            func, args, kwargs = cloudpickle.loads(payload)
+        except ModuleNotFoundError as error:
+            error.add_note(f"ranks look in this process's sys.path, from {job.cwd}: add the module's folder to it")
+            raise
         _classes_of_parent.update(cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         # Longer than the run's timeout: the parent, which can show every rank's stack, should raise first.
         longest = job.group_timeout or (job.timeout and job.timeout + 60)
@@ -183,6 +193,7 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
     os.environ.update(job.environ | environ | {MARK: job.folder})
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.chdir(job.cwd)
+    sys.path[:] = job.path  # multiprocessing gives ranks the folder in which it was imported for ""
     torch.set_num_threads(job.threads)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else all forks of the forkserver draw the same numbers
@@ -287,10 +298,24 @@ def _pack_result(result: Any) -> bytes:
     try:
         return _packed({"result": result})
     except BaseException as error:
-        raise ValueError(
-            f"the result ({type(result).__name__}) cannot be sent back: {error}. Return numbers, tensors "
-            "(full_tensor() of a DTensor), or containers of them."
-        ) from error
+        cure = "Return numbers, tensors (full_tensor() of a DTensor), or containers of them."
+        if inspect.iscoroutine(result):
+            cure = "Ranks run plain functions: call asyncio.run(...) in one."
+        where = f"the result ({type(result).__name__}{_part_of(result)})"
+        raise ValueError(f"{where} cannot be sent back: {error}. {cure}") from error
+
+
+def _part_of(result: Any) -> str:
+    """Which part of a container cannot be sent back."""
+    parts = (
+        result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, list | tuple) else ()
+    )
+    for key, value in parts:
+        try:
+            _packed(value)
+        except BaseException:
+            return f", whose part {key!r} is a {type(value).__name__}"
+    return ""
 
 
 def _pack_error(error: BaseException) -> bytes:

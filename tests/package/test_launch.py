@@ -1,5 +1,6 @@
 """ddl.Parallel: results, output, errors, and every fault of the design's list; no process may be left."""
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ import ignite.distributed as idist
 import psutil
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from ranks import TIMEOUT, comes_true, failing, gone, parallel, time_to_start
 
 import ignite_ddl as ddl
@@ -181,6 +183,19 @@ def test_environment_folder_and_threads(monkeypatch, tmp_path):
 
     assert parallel(2, threads_per_rank=3).run(look) == [("yes", str(tmp_path), 3)] * 2
     assert parallel(64)._job(str(tmp_path)).threads == 1
+
+
+def test_modules_are_found_where_this_process_finds_them(monkeypatch, tmp_path):
+    (tmp_path / "of_the_new_folder.py").write_text("value = 7")
+    monkeypatch.syspath_prepend("")  # as in a notebook
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("of_the_new_folder")
+    assert parallel(1).run(lambda rank: module.value) == [7]
+    monkeypatch.chdir("/")
+    assert "No module named 'of_the_new_folder'\nranks look in this process's sys.path, from /:" in str(
+        failing(lambda rank: module.value, nproc=1)
+    )
+    del sys.modules["of_the_new_folder"]
 
 
 def test_numpy_draws_differ_by_rank():
@@ -401,6 +416,11 @@ def test_unpicklable_function_is_refused_before_anything_starts(monkeypatch):
         parallel().run(print, key=lock)
     with pytest.raises(ValueError, match="func should be a function"):
         parallel().run(3)
+    shell = InteractiveShell.__new__(InteractiveShell)
+    with pytest.raises(
+        ValueError, match=r"'shell' that it uses .* is not: it is a part of the notebook.*: leave magics"
+    ):
+        parallel().run(lambda rank: shell.run_line_magic("time", "x = 1"))
 
 
 def test_a_function_may_use_names_of_torchs_modules():
@@ -504,7 +524,7 @@ def test_kernel_shows_the_cell_of_the_failing_rank(kernel):
     _, error = kernel.run("parallel.run(broken)")
     assert "rank 1 raised ValueError: not today" in error
     assert "raise ValueError('not today')" in error
-    assert "Cell In[" in error
+    assert re.search(r"The run was started at Cell In\[\d+\], line 1, in <module>$", error)
     assert "ignite_ddl" not in error
     assert "ipykernel_" not in error
     assert kernel.run("print('alive')")[0] == "alive\n"

@@ -70,6 +70,10 @@ def test_an_exception_that_cannot_be_sent_or_read_keeps_its_words(kind):
     assert 'raise kind("a layer", 7)' in error.traceback
 
 
+async def coroutine():
+    pass
+
+
 class Unreadable:
     def __reduce__(self):
         return (int, ("no number",))
@@ -77,12 +81,21 @@ class Unreadable:
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(Unreadable, "Return numbers, tensors, or containers"), (threading.Lock, "result (lock) cannot be sent")],
+    [
+        (Unreadable, "Return numbers, tensors, or containers"),
+        (threading.Lock, "result (lock) cannot be sent"),
+        (lambda: {"a": 1, "key": threading.Lock()}, "result (dict, whose part 'key' is a lock) cannot be sent"),
+        (coroutine, "call asyncio.run(...)"),
+    ],
 )
 def test_a_result_that_cannot_be_sent_or_read_is_named(make, said):
     error = failing(lambda rank: make() if rank == 1 else 0)
     assert error.rank == 1
     assert said in str(error)
+
+
+def test_a_function_without_the_rank_is_told_of_it():
+    assert "1 was given\nrun calls func(local_rank, ...)" in str(failing(lambda: 0, nproc=1))
 
 
 @pytest.mark.parametrize("how", ["closed", "None", "full"])
