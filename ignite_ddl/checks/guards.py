@@ -139,7 +139,8 @@ def _overlap(weight: torch.Tensor, other: Any) -> bool:
         return False
     if isinstance(other, np.ndarray) or weight.dtype.itemsize != other.dtype.itemsize:
         return True
-    elements = torch.zeros(weight.untyped_storage().nbytes() // weight.dtype.itemsize, dtype=torch.bool)
+    size = max(tensor.untyped_storage().nbytes() for tensor in (weight, other))  # of two views of NumPy's memory
+    elements = torch.zeros(size // weight.dtype.itemsize, dtype=torch.bool)
     for tensor in (weight, other):  # such as columns of one matrix, one between the others
         once = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         view = elements.as_strided(once, tensor.stride(), tensor.storage_offset())

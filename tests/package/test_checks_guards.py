@@ -1019,6 +1019,15 @@ def test_memory_that_weights_do_not_share():
     model.sizes = {"self": model, "weights": [*model.parameters()]}
     model.sizes["own"] = model.sizes
     check_layers(model, mesh_of(dp=2), plain=False)
+    array = np.ones((6, 4), np.float32)
+    model.d = nn.Linear(4, 3)
+    model.d.weight = nn.Parameter(torch.from_numpy(array[:3]))
+    model.register_buffer("rest", torch.from_numpy(array)[3:])
+    check_layers(model, mesh_of(dp=2), plain=False)
+    model.rest = torch.from_numpy(array)  # of a longer memory than the weight has
+    with pytest.raises(ValueError, match="'rest' has the memory of 'd.weight'"):
+        check_layers(model, mesh_of(dp=2), plain=False)
+    del model.rest
     model.a.fused = fused
     with pytest.raises(ValueError, match="'a.fused' has the memory of 'a.weight'"):
         check_layers(model, mesh_of(dp=2), plain=False)
