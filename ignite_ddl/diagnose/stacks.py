@@ -8,7 +8,6 @@ import re
 import sys
 import sysconfig
 import traceback
-import types
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,9 +162,9 @@ def user_frame(frames: Sequence[Frame], otherwise: str = "in code that is not Py
     return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
 
 
-def calls_of(found: types.TracebackType | None) -> str:
-    """The lines of the user's code in a traceback, such as "at Cell In[5], line 3, in <module>, at train.py:8 in f"."""
-    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(found)]
+def calls() -> str:
+    """The lines of the user's code that call this, such as "at Cell In[5], line 3, in <module>, at train.py:8 in f"."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_stack()]
     return ", ".join(f"at {place_of(frame)}" for frame in frames if not frame[0].startswith(_LIBRARIES))
 
 

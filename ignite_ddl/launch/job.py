@@ -48,15 +48,14 @@ class RankError(RuntimeError):
         self.exception = exception
         self.exitcode = exitcode
         self.report = report
+        self._calls = ""  # the lines of the user's code that have called run
 
     def __reduce__(self) -> tuple:
         return RankError, (self.rank, self.summary, self.traceback, None, self.exitcode, self.report)
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this. The launcher's own frames would not help the user.
-        from ignite_ddl.diagnose.stacks import calls_of
-
-        return [f"RankError: {self}\n\nThe run was started {calls_of(self.__traceback__)}"]
+        return [f"RankError: {self}" + (f"\n\nThe run was started {self._calls}" if self._calls else "")]
 
 
 @dataclass

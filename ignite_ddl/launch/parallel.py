@@ -87,6 +87,14 @@ class Parallel:
     was set in imported modules and their classes (values of a config, patched functions), and Python's and NumPy's
     random numbers, which differ from rank to rank (among tp, pp and cp peers until ``ddl.auto_model``).
 
+    A rank gets a copy of the function, its arguments, and the globals that its code names, as they are when ``run`` is
+    called: not those named in strings only (``eval("Net")``, ``globals()["Net"]``, ``df.query("a > @limit")``), and
+    not what a notebook adds, such as magics and ``display`` (import it). Modules are imported from their files as these
+    are now: after an edit, call ``importlib.reload`` in a notebook, or it goes on with the old one. What ranks change
+    stays there, in shared or mapped memory and in attributes of classes, too: return it. Tensors that share memory
+    share it there; NumPy arrays do not, with each other or with tensors. Pickle does not find classes of cells in
+    ranks: save state dicts, or define the classes in a file.
+
     A signal that ranks ask for (:meth:`ddl.Checkpoint.save_on_signal`) is passed on to them when this process gets it,
     if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as
     by that signal, or calls the handler that it had before. A second signal ends the ranks at once.

@@ -323,7 +323,11 @@ class Launch:
                 "make room there, or set TMPDIR to a folder on another disk before Python starts."
             )
             first = first.with_note(more)
-        return first.error()
+        from ignite_ddl.diagnose import stacks
+
+        error = first.error()
+        error._calls = stacks.calls()
+        return error
 
     def _wait_for_exit(self) -> None:
         for rank in self.ranks + self.companions:
