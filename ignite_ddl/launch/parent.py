@@ -27,6 +27,7 @@ from ignite_ddl.launch.companions import names_of
 from ignite_ddl.launch.job import Job, RankError, kill_orphans, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import companion_main, rank_main
+from ignite_ddl.launch.settings import set_next_hook
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
 POLL_SECONDS = 0.05  # how often the ranks' output is read
@@ -231,6 +232,7 @@ class Launch:
                 self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
+            set_next_hook(message["next_hook"])  # as on the way there
             self._look_soon()
             self._notify_companions(rank.rank, None)
         else:

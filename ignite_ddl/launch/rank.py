@@ -27,6 +27,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 from cloudpickle import cloudpickle
+from torch.utils.hooks import RemovableHandle
 
 from ignite_ddl.collectives import reduced
 from ignite_ddl.compat import address_for_ignite, set_nproc_per_node
@@ -296,7 +297,7 @@ def _packed(value: Any) -> bytes:
 
 def _pack_result(result: Any) -> bytes:
     try:
-        return _packed({"result": result})
+        return _packed({"result": result, "next_hook": RemovableHandle.next_id})
     except BaseException as error:
         cure = "Return numbers, tensors (full_tensor() of a DTensor), or containers of them."
         if inspect.iscoroutine(result):

@@ -22,7 +22,7 @@ def _set_anomaly(given: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(given[0], check_nan=given[1])
 
 
-def _set_next_hook(number: int) -> None:
+def set_next_hook(number: int) -> None:
     RemovableHandle.next_id = max(RemovableHandle.next_id, number)
 
 
@@ -43,7 +43,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     **{f"cudnn {name}": _flag(torch.backends.cudnn, name) for name in ("enabled", "deterministic", "benchmark")},
     "cudnn tf32": _flag(torch.backends.cudnn, "allow_tf32"),
     # Else a hook that a rank registers could get the number of one that came with a model, and replace it.
-    "next hook": (lambda: RemovableHandle.next_id, _set_next_hook),
+    "next hook": (lambda: RemovableHandle.next_id, set_next_hook),
 }
 
 

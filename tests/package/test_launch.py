@@ -19,6 +19,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from ranks import TIMEOUT, comes_true, failing, gone, parallel, time_to_start
+from torch.utils.hooks import RemovableHandle
 
 import ignite_ddl as ddl
 from ignite_ddl.launch import torchrun
@@ -136,6 +137,19 @@ def test_tensors_keep_what_pickle_drops():
 
     computed.data.zero_()
     assert parallel(1).run(work) == [([[[6.5, 6.5]], [[3.5, 3.5]]], ([[4.0, 4.0]], [9, 9], True), 40.0, 7.0, True)]
+
+
+def hooked(rank):
+    model = torch.nn.Linear(1, 1)
+    for _ in range(9):
+        model.register_forward_hook(print)
+    return model
+
+
+def test_hooks_of_a_result_are_not_replaced_by_new_ones(monkeypatch):
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    (model,) = parallel(1).run(hooked)
+    assert max(model._forward_hooks) < RemovableHandle.next_id
 
 
 CLASSES = """
