@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
+from ignite_ddl.checks.kept_state import versions
 from ignite_ddl.collectives import gathered_values, meet, octets
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
@@ -53,7 +55,11 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     known = stages.full_shapes()
     if any(map(is_extra_state, known)):
         found |= stages.gather_stages(_tensors_and_extra_state(stages)[1])
-    return {name: found[name] for name in known} if on_rank in (None, mesh.rank) else {}
+    full = OrderedDict((name, found[name]) for name in known if on_rank in (None, mesh.rank))
+    of_stage = dict(getattr(stages.state_dict(), "_metadata", {}))  # versions of modules
+    of_stages = gathered_values(of_stage, mesh.pp_group) if mesh.pp_size > 1 else [of_stage]
+    full._metadata = {name: of for each in of_stages for name, of in each.items()}
+    return full
 
 
 def is_extra_state(name: str) -> bool:
@@ -136,13 +142,15 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
-    mine = saved_as, cannot_load(model, saved_otherwise=True)
+    of_files = hasattr(state, "shape_of")  # which have tensors only
+    state, refusal = _as_modules_load_it(stages.plain_module(), state, mesh)
+    mine = saved_as, cannot_load(model, saved_otherwise=True) or refusal
     of_stages, refusals = zip(*(gathered_values(mine, mesh.pp_group) if mesh.pp_size > 1 else [mine]), strict=True)
     if any(refusals):
         raise ValueError(next(filter(None, refusals)))
     _check_names(shapes, of_stages)
     first_names = {name: first for part in of_stages for name, first in part.items()}
-    names = _names_in(state, shapes, first_names)
+    names = _names_in(state, shapes, first_names, of_files)
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
     for name, in_state in names.items():
         if shapes[name] != (given := shape_of(in_state)):
@@ -207,7 +215,48 @@ def distribute_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tenso
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, str]:
+def _as_modules_load_it(root: nn.Module, state: Mapping[str, Any], mesh: Mesh) -> tuple[Mapping[str, Any], str | None]:
+    """What modules' own code in ``load_state_dict`` makes of a state dict before it is copied, such as the new names of
+    what an earlier version has saved, and why it cannot be loaded; None: it can be.
+    """
+    versions_saved, refusal, load = getattr(state, "_metadata", {}), None, nn.Module._load_from_state_dict
+
+    def hooks_of(module: nn.Module) -> list[Any]:  # without FSDP2's, and those that refuse parts of this state
+        hooks = module._load_state_dict_pre_hooks.values()
+        return [hook for hook in hooks if not hook.__module__.startswith(("torch.distributed.", "ignite_ddl."))]
+
+    def calls_hooks(module: nn.Module, *args: Any) -> None:
+        for hook in hooks_of(module):
+            hook(*args)
+
+    nn.Module._load_from_state_dict = calls_hooks  # which modules with code of their own call
+    try:
+        for name, module in root.named_modules(remove_duplicate=False):
+            if type(module)._load_from_state_dict is calls_hooks and not hooks_of(module):
+                continue
+            prefix, errors = f"{name}." if name else "", list[str]()
+            given = {key: state[key] for key in state if key.startswith(prefix)}
+            made, before = dict(given), versions(given)
+            module._load_from_state_dict(made, prefix, dict(versions_saved.get(name, {})), True, [], [], errors)
+            changed = [key for key in made.keys() & given.keys() if made[key] is not given[key]]
+            renamed = made.keys() != given.keys()
+            if changed or versions(given) != before or errors or (renamed and mesh.pp_size > 1):
+                kind = type(module).__name__.removeprefix("FSDP")
+                refusal = (
+                    f"{name or 'the model'!r} is a {kind} whose own code changes what it loads "
+                    f"({next(iter(errors), 'of an earlier version?')}): give this state to load_state_dict of the "
+                    "plain model, before ddl.auto_model"
+                )
+            elif renamed:
+                state = {key: state[key] for key in state if key not in given} | made
+    finally:
+        nn.Module._load_from_state_dict = load
+    return state, refusal
+
+
+def _names_in(
+    state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: Mapping[str, str], of_files: bool
+) -> dict[str, str]:
     """The name in ``state`` of each tensor of the uncut model: of a tied weight any of its names.
 
     Raises:
@@ -219,7 +268,7 @@ def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: 
         tied.setdefault(first_names.get(name, name), name)
     found = {name: name if name in state else tied.get(first_names.get(name, name)) for name in tensors}
     missing = sorted(name for name, in_state in found.items() if in_state is None)
-    if not hasattr(state, "shape_of"):  # files have tensors only
+    if not of_files:
         missing += sorted(shapes.keys() - set(tensors) - set(state))
     unmatched = sorted(set(state) - set(shapes))
     if missing or unmatched:

@@ -509,3 +509,35 @@ def test_each_flag_of_ddp_gives_the_numbers_of_one_process():
 def test_the_state_of_an_optimizer_is_saved_with_its_model():
     with pytest.raises(ValueError, match=r"model should be an nn.Module \(with its optimizer: ddl.Checkpoint\)"):
         ddl.full_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+class OfVersion2(nn.Module):
+    """Its weight had another name in version 0, and was transposed in version 1."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.weight = nn.BatchNorm1d(4), nn.Parameter(torch.arange(16.0).view(4, 4))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if f"{prefix}w" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}w").neg()
+        elif metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@on_each_rank(dp=2)
+def test_modules_that_change_what_they_load(local_rank):
+    model = ddl.auto_model(nn.Sequential(OfVersion2()), shard=True)
+    state = ddl.full_state_dict(model)
+    ddl.load_full_state_dict(model, state)
+    assert torch.equal(ddl.full_state_dict(model)["0.weight"], state["0.weight"])
+    plain = dict(state)  # without versions
+    with pytest.raises(ValueError, match="'0' is a OfVersion2 whose own code changes what it loads"):
+        ddl.load_full_state_dict(model, plain)
+    plain["0.w"] = plain.pop("0.weight")
+    del plain["0.norm.num_batches_tracked"]
+    ddl.load_full_state_dict(model, plain)
+    assert torch.equal(ddl.full_state_dict(model)["0.weight"], -state["0.weight"])
