@@ -143,6 +143,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
     of_files = hasattr(state, "shape_of")  # which have tensors only
+    if cut := next((name for name in (() if of_files else state) if isinstance(state[name], DTensor)), None):
+        raise ValueError(
+            f"state should have the full tensors of the uncut model, but {cut!r} is this rank's part of one: save by "
+            "ddl.full_state_dict(model), not by model.state_dict()"
+        )
     state, refusal = _as_modules_load_it(stages.plain_module(), state, mesh)
     mine = saved_as, cannot_load(model, saved_otherwise=True) or refusal
     of_stages, refusals = zip(*(gathered_values(mine, mesh.pp_group) if mesh.pp_size > 1 else [mine]), strict=True)

@@ -534,6 +534,8 @@ def test_modules_that_change_what_they_load(local_rank):
     state = ddl.full_state_dict(model)
     ddl.load_full_state_dict(model, state)
     assert torch.equal(ddl.full_state_dict(model)["0.weight"], state["0.weight"])
+    with pytest.raises(ValueError, match="but '0.weight' is this rank's part of one: save by ddl.full_state_dict"):
+        ddl.load_full_state_dict(model, model.state_dict())
     plain = dict(state)  # without versions
     with pytest.raises(ValueError, match="'0' is a OfVersion2 whose own code changes what it loads"):
         ddl.load_full_state_dict(model, plain)
