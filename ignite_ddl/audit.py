@@ -188,6 +188,8 @@ class Audit:
         self.is_check_step = self.step & (self.step - 1) == 0
         check_unchanged(self.model, self.is_check_step)
         if self.is_check_step:
+            if self.mesh.dp_cp_size * self.mesh.pp_size > 1:
+                _check_layouts(x)
             self._check_before_forward(x, y)
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
@@ -411,6 +413,16 @@ def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
             check_root_hooks(module, holder.name)
 
 
+def _check_layouts(x: Any) -> None:
+    found = next((t for t in tensors_of(x) if t.is_nested or t.layout is not torch.strided), None)
+    if found is not None:
+        raise ValueError(
+            "x should hold dense tensors, of which checks and microbatches take some rows, but holds a "
+            f"{'nested' if found.is_nested else found.layout} one: let forward make it, of a dense one (x.to_sparse()) "
+            "or of padded rows and their lengths; or, without pp, train with checks=False"
+        )
+
+
 def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
     """Compares what modules store, and to which lengths rows are padded, in one exchange."""
     local = stored_values([stages.plain_module()], n_rows(x))
@@ -503,7 +515,10 @@ def check_evaluated_rows(model: nn.Module, stages: Any, x: Any) -> None:
         x: its inputs.
     """
     mesh = get_mesh()
-    if mesh.dp_size * mesh.pp_size == 1 or hasattr(model, ROWS_CHECKED):
+    if mesh.dp_size * mesh.pp_size == 1:
+        return
+    _check_layouts(x)
+    if hasattr(model, ROWS_CHECKED):
         return
     setattr(model, ROWS_CHECKED, True)
     if mesh.dp_size > 1:

@@ -25,6 +25,8 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _leaf_without_rows(leaf: Any) -> Any:
+    if _is_unusual(leaf):  # which an engine gets with its lent row, and a loop not at all
+        return leaf.index_select(0, torch.arange(0, device=leaf.device)) if leaf.layout is torch.sparse_coo else leaf
     if getattr(leaf, "ndim", 0) > 0 or _is_rows(leaf):  # a scalar of the batch is kept
         return leaf[:0]
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -40,9 +42,14 @@ def _leaf_without_rows(leaf: Any) -> Any:
     return leaf
 
 
+def _is_unusual(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided)
+
+
 def of_unknown_type(batch: Any) -> type | None:
-    """The type of something in a batch, of which rows cannot be removed."""
+    """The type of something in a batch, of which rows cannot be removed, such as a nested tensor."""
     plain = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), Mapping)
     leaves = tree_leaves(batch)
-    unknown = (leaf for leaf in leaves if not isinstance(leaf, plain) and not hasattr(leaf, "ndim"))
+    odd = (leaf for leaf in leaves if _is_unusual(leaf) and leaf.layout is not torch.sparse_coo)
+    unknown = (*odd, *(leaf for leaf in leaves if not isinstance(leaf, plain) and not hasattr(leaf, "ndim")))
     return next((type(leaf) for leaf in unknown if not dataclasses.is_dataclass(leaf)), None)

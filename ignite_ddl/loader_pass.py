@@ -68,8 +68,8 @@ class Pass:
             if n_local == 0 and (unknown := of_unknown_type(batch)) is not None:
                 raise ValueError(
                     f"this rank has none of the batch's {n_global} rows, but they cannot be removed from a "
-                    f"{unknown.__name__}: let collate_fn return tensors in tuples, lists, dicts or dataclasses, take "
-                    "drop_last=True, or run the loop as a ddl.MeshEngine, in which a lent row has weight 0"
+                    f"{unknown.__name__}: let collate_fn return dense tensors in tuples, lists, dicts or dataclasses, "
+                    "take drop_last=True, or run the loop as a ddl.MeshEngine, in which a lent row has weight 0"
                 )
             watch_optimizer_steps(self)
         return batch

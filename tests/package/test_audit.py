@@ -224,6 +224,39 @@ class Tracking(nn.Sequential):
         return super().forward(x - (self.mean if self.first else before))
 
 
+class Sums(nn.Linear):
+    """Of the rows of nested tensors."""
+
+    def forward(self, x):
+        return torch.nested.to_padded_tensor(super().forward(x).tanh(), 0.0).sum(1)
+
+
+def to_nested(rows):
+    x, y = zip(*rows, strict=True)
+    nested = [one[: 2 + (one[0, 0] > 0) + (one[0, 1] > 0)] for one in x]
+    return torch.nested.nested_tensor(nested, layout=torch.jagged), torch.stack(y)
+
+
+def trained_on_nested(local_rank, evaluates=False, **options):
+    torch.manual_seed(0)
+    model, losses = ddl.auto_model(Sums(2, 4).double()), []
+    data = ddl.auto_dataloader(list(zip(X[:9].view(9, 4, 2), Y, strict=False)), batch_size=4, collate_fn=to_nested)
+    if evaluates:
+        ddl.create_supervised_evaluator(model).run(data)
+    trainer = trainer_of(model, F.mse_loss, **options)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(data)
+    return losses, whole(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_rows_are_right_where_nothing_is_checked():
+    """Of the last row a rank has none."""
+    for evaluates in (False, True):
+        refused(partial(trained_on_nested, evaluates=evaluates), "^x should hold dense tensors, .* a nested one", dp=2)
+    assert_right(partial(trained_on_nested, checks=False), dp=2)
+
+
 def test_replicas_that_drift_are_named():
     words = torch.randint(9, (14, 3), generator=torch.Generator().manual_seed(0))
     for options in ({}, {"shard": True}):  # FSDP2 would lose what forward changes

@@ -282,11 +282,11 @@ def test_what_a_rank_without_rows_keeps_of_a_batch(monkeypatch):
 
     def collate(samples):
         others = {"scale": torch.tensor(0.5), "words": [["a", "cat"]], "references": [[["the", "cat"]]], "sizes": [3]}
-        return default_collate(samples) | others
+        return default_collate(samples) | others | {"sparse": torch.ones(1, 2).to_sparse()}
 
     make = lambda: ddl.auto_dataloader(rows, batch_size=2, collate_fn=collate)  # noqa: E731
     [batch] = as_rank(0, 2, make, monkeypatch)
-    assert batch["x"].shape == (0, 2)
+    assert batch["x"].shape == batch["sparse"].shape == (0, 2)
     assert batch["file"] == []
     assert batch["scale"] == 0.5
     assert batch["words"] == batch["references"] == batch["sizes"] == []
