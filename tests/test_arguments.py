@@ -602,8 +602,9 @@ case(
     model=("module", MODEL),
     max_norm=("inf too", 1.0),
     optimizer=("object?", None),
-    parameters=("object?", None),
+    parameters=("weights?", None),
 )
+PLAUSIBLE["weights"] = {"[]", "()"}
 case("ddl.MeshEngine", ddl.MeshEngine, process_function=("function", Made(lambda: lambda engine, batch: None)))
 case(
     "ddl.cross_entropy", ddl.cross_entropy, logits=("tensor", torch.ones(4, 3)),
