@@ -227,8 +227,8 @@ def _as_modules_load_it(root: nn.Module, state: Mapping[str, Any], mesh: Mesh) -
     versions_saved, refusal, load = getattr(state, "_metadata", {}), None, nn.Module._load_from_state_dict
 
     def hooks_of(module: nn.Module) -> list[Any]:  # without FSDP2's, and those that refuse parts of this state
-        hooks = module._load_state_dict_pre_hooks.values()
-        return [hook for hook in hooks if not hook.__module__.startswith(("torch.distributed.", "ignite_ddl."))]
+        hooks = [(hook, getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values()]  # wrapped
+        return [hook for hook, given in hooks if not given.__module__.startswith(("torch.distributed.", "ignite_ddl."))]
 
     def calls_hooks(module: nn.Module, *args: Any) -> None:
         for hook in hooks_of(module):

@@ -116,7 +116,7 @@ def check_unchanged(model: nn.Module, again: bool = True) -> None:
         model: the model.
         again: whether to try hooks that have been tried before. Default: True.
     """
-    fingerprint, mesh = fingerprint_of(model), get_mesh()
+    fingerprint, mesh, model = fingerprint_of(model), get_mesh(), getattr(model, "_orig_mod", model)
     if fingerprint is None or mesh.dp_cp_size * mesh.pp_size == 1:  # over tp alone, torch's layers reduce what is cut
         return
     if mesh.pp_size == 1 and getattr(model, "_holds_weights", False):  # FSDP2's full ones, until the optimizer steps

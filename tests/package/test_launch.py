@@ -738,7 +738,7 @@ with ddl.Parallel("gloo", nproc_per_node=2) as parallel:
     print(parallel.run(lambda rank: os.getppid()) == [pid, pid])
 with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as others:
     print(others.submit(os.getpgrp).result() == os.getpgrp())  # ended with this group, as without ranks
-print(len(glob.glob(f"{tempfile.gettempdir()}/pymp-*")))
+print(len(glob.glob(f"{tempfile.gettempdir()}/pymp-*")) < 2)  # none where this path is too long for a socket
 """
 
 
@@ -747,7 +747,7 @@ def test_the_forkserver_may_be_started_before_the_first_run(tmp_path):
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", EARLY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, start_new_session=True)
-    assert (done.stdout, done.stderr) == ("True\nTrue\n1\n", "")
+    assert (done.stdout, done.stderr) == ("True\nTrue\nTrue\n", "")
 
 
 @pytest.mark.slow

@@ -789,7 +789,9 @@ def returned(local_rank, options):
 
 @on_meshes("pp2", slow=["tp2"])
 def test_returning_a_part_is_refused(axes, options):
-    with pytest.raises(ValueError, match=f"(?s)the result .dict. cannot be sent back: .*{PART}"):
+    with pytest.raises(
+        ValueError, match=f"(?s)the result .dict, whose part 'model' is .*. cannot be sent back: .*{PART}"
+    ):
         on(returned, options, **axes)
 
 
