@@ -383,12 +383,8 @@ class LossContract:
             except Exception as raised:
                 found, error = None, raised
             is_wrong = error is not None if found is None else found.differ
-            if captures and is_wrong and not (self.has_whole_rows or self.communicates):
-                cut = None  # to all captured rows a microbatch of one may be broadcast
-                with contextlib.suppress(Exception):
-                    cut = self._added_up(functools.partial(loss_of, cuts=True), y, n)
-                if cut is not None and not cut.differ:
-                    raise ValueError(f"loss_fn should compute with rows of a microbatch alone under pp. {_CAPTURES}")
+            if captures and is_wrong:
+                self._check_broadcast(functools.partial(loss_of, cuts=True), y, n)
             if error is None:
                 return found
             if not self.is_split or cuts_captured and may_be_constant:
@@ -404,6 +400,18 @@ class LossContract:
         if self.uses_more or self.refusal:  # as a part has shown
             return BY_PASSES
         return float(found is None or not found.says_something)
+
+    def _check_broadcast(self, loss_of_cut: Callable[[SomeRows], torch.Tensor], y: Any, n: int) -> None:
+        """Raises a ValueError under pp if the loss is that of parts only where captured tensors are cut, too: to all of
+        their rows a microbatch of one would be broadcast.
+        """
+        if self.has_whole_rows or self.communicates:
+            return
+        cut = None
+        with contextlib.suppress(Exception):
+            cut = self._added_up(loss_of_cut, y, n)
+        if cut is not None and not cut.differ:
+            raise ValueError(f"loss_fn should compute with rows of a microbatch alone under pp. {_CAPTURES}")
 
     def compare_by_passes(self, stages: Any, transform: Callable[[Any], Any], x: Any, y: Any) -> int:
         """The comparison of :meth:`compare` by forward passes of the model, on all dp ranks together.
