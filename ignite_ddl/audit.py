@@ -89,7 +89,7 @@ What is not found, and differs from one process without an error:
   place, and files;
 - rows of an earlier batch on which an update function trains a rank that has none of this one: they have no weight, as
   what it makes of the row that it is lent (``drop_last=True`` leaves no rank without rows);
-- what shows in a check's own passes alone, where the code does not run with a part of the rows;
+- what a check finds by calling the model or a function again with fewer rows, where it fails with fewer rows;
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
 - a term of a loss in which rows meet, or targets that do not count, if it changes the loss by less than the tolerance
